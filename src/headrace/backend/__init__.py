@@ -1,0 +1,1 @@
+"""WHAT computes: cpu (records a native program), torch (oracle and GPU), simulated."""

@@ -1,0 +1,1 @@
+"""The cpu backend: records a definition into a native program and runs it."""

@@ -1,0 +1,1 @@
+"""The headrace command: one file per command; each parses, composes rooms and prints."""

@@ -1,0 +1,1 @@
+"""HOW tokens come, ids only: request, scheduler, KV blocks, loop, EngineClient."""

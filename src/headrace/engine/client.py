@@ -1,0 +1,43 @@
+"""EngineClient: the only door to the engine. Requests in, outputs out, abort, stats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from headrace.backend.runner import Capabilities
+from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
+from headrace.model.architecture import Architecture
+
+OutputSink = Callable[[list[EngineOutput]], None]
+"""Receives every output of one step that belongs to its request; called on a thread of the client's."""
+
+
+class EngineClient(Protocol):
+    """Thread-safe. Implemented by ThreadClient (embedded) and ProcessClient (engine in its own process)."""
+
+    architecture: Architecture
+    capabilities: Capabilities
+    max_model_len: int
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        """Queue a request. Raises InvalidRequestError, ContextLengthError, OverloadedError or EngineDeadError
+        at once, in which case the sink is never called; otherwise each of its n sequences gets exactly one
+        output with a finish_reason, whatever happens (abort, error, engine death included).
+        """
+        ...
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one of its sequences. Unknown and finished ones are ignored.
+
+        The blocks are free within one step.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """A recent snapshot, at most one step old."""
+        ...
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Abort everything, stop the engine, free its memory. Closing twice is fine."""
+        ...

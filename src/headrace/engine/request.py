@@ -1,0 +1,97 @@
+"""What goes into the engine and what comes out: serialisable, token ids only.
+
+These structs cross the process boundary as msgpack (msgspec), so they hold plain data.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How tokens are chosen and when generation ends; names and defaults as in vLLM.
+
+    ``stop`` is decided by the frontend (the engine knows no text) and ignored by the engine.
+    Call :meth:`validate` before use: it raises InvalidRequestError naming the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1 = off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16  # None = up to the context's end
+    min_tokens: int = 0
+    stop: list[str] = msgspec.field(default_factory=list)
+    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None = none; 0 = the sampled token's only; k = the top k's too
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+
+
+class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One client's request, tokenised. ``params.n`` sequences come of it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: list[int] = msgspec.field(default_factory=list)  # end generation unless ignore_eos
+    priority: int = 0  # lower runs first; FIFO among equals
+    arrival_time: float = 0.0  # time.monotonic() of the submitting process's host
+    cache_salt: str = ""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one output position: the sampled token's, and the top k's in descending order."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """News of one sequence (``choice`` of ``n``) after a step.
+
+    ``finish_reason``: None while running; ``stop`` (EOS or stop token, which is the last of token_ids),
+    ``length``, ``abort`` or ``error`` (then ``error_*`` say why). Times are time.monotonic() seconds.
+    """
+
+    request_id: str
+    choice: int = 0
+    token_ids: list[int] = msgspec.field(default_factory=list)  # new ones
+    logprobs: list[TokenLogprobs] | None = None  # one per new token, when asked for
+    finish_reason: str | None = None
+    stop_token_id: int | None = None  # the token that ended it, when finish_reason is "stop"
+    error_message: str | None = None
+    error_kind: str | None = None  # class name in headrace.errors
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """A snapshot of the engine, counters since start. ``kv_cache_usage`` is a share of 0..1."""
+
+    num_running_seqs: int = 0
+    num_waiting_seqs: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0  # free or cached without a user: can be taken at once
+    kv_cache_usage: float = 0.0
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # prompt tokens found
+    prompt_tokens: int = 0  # prompt tokens computed or found, of scheduled requests
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    step_seconds: float = 0.0  # spent in steps, total
+    batch_tokens: int = 0  # tokens in steps, total
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Share of looked-up prompt tokens that were found; 0 before the first look-up."""
+        return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else 0.0

@@ -1,0 +1,102 @@
+"""The one exception tree. Each class carries the HTTP status, OpenAI error type and code it maps to."""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Base of every error that headrace raises on purpose.
+
+    ``message`` says what was wrong and what would be right; it is shown to users as it stands.
+    ``param`` names the offending request field, when there is one.
+    """
+
+    status: int = 500
+    type: str = "server_error"
+    code: str | None = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequestError(HeadraceError):
+    """The request can never succeed as it stands."""
+
+    status = 400
+    type = "invalid_request_error"
+    code: str | None = "invalid_value"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt plus requested output does not fit the model's context or the KV pool."""
+
+    code = "context_length_exceeded"
+
+
+class PayloadTooLargeError(InvalidRequestError):
+    """The request body is over the server's limit."""
+
+    status = 413
+    code = "payload_too_large"
+
+
+class AuthenticationError(HeadraceError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class ModelNotFoundError(HeadraceError):
+    """No model of that name is served, or can be found by the model store."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class ModelFormatError(HeadraceError):
+    """A model file is corrupt, truncated, lying, or of a kind that is refused (pickle)."""
+
+    code = "model_format"
+
+
+class OverloadedError(HeadraceError):
+    """Queue full, queue time exceeded, or the server is draining: try again later."""
+
+    status = 503
+    type = "server_error"
+    code = "overloaded"
+
+
+class OutOfMemoryError(HeadraceError):
+    """The estimate says that the model and its KV pool do not fit; refused before loading."""
+
+    code = "out_of_memory"
+
+
+class EngineDeadError(HeadraceError):
+    """The engine's thread or process ended; no request can be served any more."""
+
+    status = 503
+    code = "engine_dead"
+
+
+class GenerationError(HeadraceError):
+    """One sequence failed during generation (for example non-finite logits); others go on."""
+
+    code = "generation_failed"
+
+
+class ConfigError(HeadraceError):
+    """A setting, flag or file of settings is wrong."""
+
+    code = "config"
+
+
+class DownloadError(HeadraceError):
+    """A model could not be fetched: network, hash mismatch, full disk. Pulling again resumes."""
+
+    code = "download_failed"

@@ -1,0 +1,1 @@
+"""TEXT: tokenizer, chat templates, detokenizer, stop strings; LLM."""

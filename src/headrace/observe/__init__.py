@@ -1,0 +1,1 @@
+"""Metrics and logs; may be imported by every room and imports none."""

@@ -1,0 +1,1 @@
+"""HTTP over one frontend: OpenAI-compatible routes, SSE, errors."""
