@@ -92,7 +92,7 @@ int32_t first_at(const float* logits, int vocab, const float* maxima, float valu
   return id;
 }
 
-// weights = exp((logit - largest) * inverse), 0 where the exponent is below `floor`; may work in place. `sums` gets the
+// weights = exp((logit - largest) * inverse), 0 where the exponent is below `floor`; `sums` gets the
 // weights' sum of each block. Returns their total.
 double weigh(const float* logits, int n, float largest, float inverse, float floor, float* weights, double* sums) {
   const Vec top = set1(largest), factor = set1(inverse), least = set1(floor);
@@ -183,48 +183,99 @@ bool process(float* logits, int vocab, const SamplingRow& row, float* saved) {
   return true;
 }
 
-// A token of the processed logits at the row's temperature.
-int32_t draw(const float* logits, int vocab, float largest_logit, const SamplingRow& row, const Workspace& space) {
-  float* weights = space.weights;
-  int32_t* ids = space.ids;
+double mass_at_least(const float* weights, int n, float bound) {
+  const Vec least = set1(bound);
+  DoubleSum even{}, odd{};
+  int i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    const Vec a = load(weights + i), b = load(weights + i + kLanes);
+    accumulate(even, select_less(a, least, zero(), a));
+    accumulate(odd, select_less(b, least, zero(), b));
+  }
+  for (; i < n; i += kLanes) {
+    const Vec a = load_some(weights + i, n - i, 0.0f);
+    accumulate(even, select_less(a, least, zero(), a));
+  }
+  return total(even) + total(odd);
+}
+
+float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+// Sets to 0 the weights beyond the shortest head of the logits' order that holds `share` (above 0, below 1) of `all`,
+// the weights' sum. Returns the sum of what is left.
+double cut_by_mass(const float* logits, float* weights, int n, double share, double all, const Workspace& space) {
+  const double target = share * all;
+  // Bisects for the weight at the cut while many might be near it. Positive floats order as their bits do. Weights below
+  // (1 - share) / n of all are together less than what may be left out (0.99 covers rounding): a lower end to start from.
+  uint32_t low = bits_of(std::fmax(static_cast<float>(0.99 * (1.0 - share) * all / n), FLT_MIN));
+  uint32_t high = bits_of(2.0f);
+  double held = all, ahead = 0.0;  // by the weights of at least `low` and `high`
+  for (int pass = 0; pass < 8 && high - low > 1 && held - ahead > 1024.0 * static_cast<double>(float_of(low)); ++pass) {
+    const uint32_t middle = low + (high - low) / 2;
+    const double mass = mass_at_least(weights, n, float_of(middle));
+    if (mass < target) {
+      high = middle;
+      ahead = mass;
+    } else {
+      low = middle;
+      held = mass;
+    }
+  }
+  const int near = indices_between(weights, n, float_of(low), float_of(high), space.pool);
+  const auto mass = [weights](int32_t i) { return static_cast<double>(weights[i]); };
+  const int32_t last = find_cut(logits, space.pool, near, ahead, target, mass, space.bins);
+
+  const Vec edge = set1(logits[last]);
+  int i = 0;
+  for (; i + kLanes <= last + 1; i += kLanes) {  // up to the last one's id, its equals stay
+    const Vec w = load(weights + i);
+    store(weights + i, select_less(load(logits + i), edge, zero(), w));
+  }
+  for (; i <= last; ++i) weights[i] = logits[i] < logits[last] ? 0.0f : weights[i];
+  for (; i < n && i % kLanes != 0; ++i) weights[i] = logits[i] > logits[last] ? weights[i] : 0.0f;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Vec w = load(weights + i);
+    store(weights + i, select_less(edge, load(logits + i), w, zero()));
+  }
+  for (; i < n; ++i) weights[i] = logits[i] > logits[last] ? weights[i] : 0.0f;
+  return sum_weights(weights, n, space.sums);
+}
+
+struct Choice {
+  int32_t id;
+  float logit;
+};
+
+// A token of the processed logits at the row's temperature. Top-k moves the k largest logits to the front.
+Choice draw(float* logits, int vocab, float largest_logit, const SamplingRow& row, const Workspace& space) {
   // Within these bounds no product below is infinity times zero.
   const float inverse = 1.0f / std::fmin(std::fmax(row.temperature, 1e-30f), 1e30f);
   const float floor =
       row.min_p > 0.0f ? static_cast<float>(std::fmin(0.0, std::log(static_cast<double>(row.min_p)))) : -INFINITY;
-  const double top_p = row.top_p;
-  const bool by_mass = top_p < 1.0;
   const bool by_count = row.top_k > 0 && row.top_k < vocab;
-
   int n = vocab;
-  double all;
   if (by_count) {
-    n = largest(logits, vocab, row.top_k, space.maxima, blocks_of(vocab) * kLanes, ids, space.pool, space.bins);
-    for (int j = 0; j < n; ++j) weights[j] = logits[ids[j]];
-    all = weigh(weights, n, largest_logit, inverse, floor, weights, space.sums);
-  } else {
-    all = weigh(logits, vocab, largest_logit, inverse, floor, weights, space.sums);
-    if (by_mass) {
-      // Weights below (1 - top_p) / vocab of the total are together less than what top-p may leave out; the factor
-      // covers rounding. Most rows have few others.
-      const double bound = 0.99 * (1.0 - top_p) * all / vocab;
-      n = indices_at_least(weights, vocab, std::fmax(static_cast<float>(bound), FLT_MIN), ids);
-      for (int j = 0; j < n; ++j) weights[j] = weights[ids[j]];
-    }
+    n = largest(logits, vocab, row.top_k, space.maxima, blocks_of(vocab) * kLanes, space.ids, space.pool, space.bins);
+    for (int j = 0; j < n; ++j) logits[j] = logits[space.ids[j]];  // ids ascend: none is overwritten before it is read
   }
-  if (by_mass) {
-    const auto mass = [weights](int j) { return static_cast<double>(weights[j]); };
-    const Cut cut = find_cut(logits, ids, n, top_p * all, mass, space.pool, space.bins);
-    int kept = 0;
-    for (int j = 0; j < n; ++j) {
-      if (!within(cut, logits[ids[j]], ids[j])) continue;
-      ids[kept] = ids[j];
-      weights[kept++] = weights[j];
-    }
-    n = kept;
-    all = sum_weights(weights, n, space.sums);
+  double all = weigh(logits, n, largest_logit, inverse, floor, space.weights, space.sums);
+  if (row.top_p < 1.0f) {
+    const double share = static_cast<double>(std::fmax(row.top_p, FLT_MIN));
+    all = cut_by_mass(logits, space.weights, n, share, all, space);
   }
-  const int picked = pick(weights, n, space.sums, philox_uniform(row.seed, row.choice, row.position) * all);
-  return by_count || by_mass ? ids[picked] : picked;
+  const double target = philox_uniform(row.seed, row.choice, row.position) * all;
+  const int picked = pick(space.weights, n, space.sums, target);
+  return {by_count ? space.ids[picked] : picked, logits[picked]};
 }
 
 // log of the sum of exp of the raw logits, less the largest of them; and the row's top logprobs.
@@ -290,10 +341,12 @@ void sample_row(float* logits, int32_t vocab, const SamplingRow& row, void* work
     }
   }
   out->failed = false;
-  out->token_id = row.temperature > 0.0f ? draw(logits, vocab, largest_logit, row, space)
-                                         : first_at(logits, vocab, space.maxima, largest_logit);
+  const Choice choice = row.temperature > 0.0f
+                            ? draw(logits, vocab, largest_logit, row, space)
+                            : Choice{first_at(logits, vocab, space.maxima, largest_logit), largest_logit};
+  out->token_id = choice.id;
   if (row.num_logprobs >= 0) {
-    const float raw = touches(row, out->token_id) ? space.saved[out->token_id] : logits[out->token_id];
+    const float raw = touches(row, choice.id) ? space.saved[choice.id] : choice.logit;
     out->logprob = static_cast<float>(static_cast<double>(raw) - raw_largest - log_sum);
   }
 }
