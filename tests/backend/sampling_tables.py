@@ -41,8 +41,8 @@ def make_table(
 ) -> SamplingTable:
     """A table of ``rows`` rows; a column is one value for all of them, or a sequence.
 
-    ``seen``: per row, id -> occurrences in the output. ``bias``: per row, id -> value. ``allowed``: the ids that
-    each mask lets through (the bits beyond the vocabulary are set, and must not matter).
+    ``seen``: per row, id -> occurrences in the output. ``bias``: per row, id -> value. ``allowed``: the ids
+    that each mask lets through (the bits beyond the vocabulary are set, and must not matter).
     """
     filled: dict[str, Any] = {
         name: np.ascontiguousarray(np.broadcast_to(np.asarray(columns.pop(name, default), dtype), (rows,)))
