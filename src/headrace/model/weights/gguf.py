@@ -6,9 +6,11 @@ descriptions, padding to the alignment, tensor data. Little-endian throughout.
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +58,8 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+                raise format_error(path, "it is not a regular file")
             with path.open("rb") as handle:
                 self.stat = os.fstat(handle.fileno())
                 refuse_pickle(path, handle.read(16))
@@ -129,7 +133,7 @@ def _read_tensors(cursor: Cursor, count: int, alignment: object) -> dict[str, Te
             )
         tensors[name] = TensorInfo(name, shape, kind, data_start + offset, size)
     by_offset = sorted(tensors.values(), key=lambda info: info.offset)
-    for before, after in zip(by_offset, by_offset[1:], strict=False):
+    for before, after in itertools.pairwise(by_offset):
         if before.offset + before.size > after.offset:
             cursor.fail(f"tensors {before.name} and {after.name} overlap")
     return tensors

@@ -14,7 +14,7 @@ _MAX_NAME_BYTES = 1 << 16
 
 
 class Cursor:
-    """The next unread byte of a mapped file. Every method raises ModelFormatError rather than read past it."""
+    """The next unread byte of a mapped file. Methods raise ModelFormatError rather than read past it."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -75,7 +75,7 @@ class Cursor:
 
 
 def decode_strings(data: bytes, count: int) -> list[str]:
-    """``count`` length-prefixed strings that fill ``data`` exactly, as :meth:`Cursor.skip_strings` found them."""
+    """The ``count`` length-prefixed strings in ``data``, as :meth:`Cursor.skip_strings` found them."""
     strings: list[str] = []
     append, unpack, at = strings.append, _U64.unpack_from, 0
     for _ in range(count):

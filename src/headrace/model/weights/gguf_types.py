@@ -132,7 +132,16 @@ TYPES: dict[int, GGUFType] = {
 """The types headrace reads, by their number in the file."""
 
 _OTHER_NAMES = {
-    **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{
+        9: "Q8_1",
+        10: "Q2_K",
+        11: "Q3_K",
+        15: "Q8_K",
+        16: "IQ2_XXS",
+        17: "IQ2_XS",
+        18: "IQ3_XXS",
+        19: "IQ1_S",
+    },
     **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"},
     **{28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
 }
@@ -149,7 +158,8 @@ def read_dense(data: Bytes, kind: GGUFType, shape: tuple[int, ...]) -> NDArray[A
     if kind.name == "BF16":
         import ml_dtypes  # only such files pay for the import
 
-        return data.view(ml_dtypes.bfloat16).reshape(shape)
+        brain: NDArray[Any] = data.view(ml_dtypes.bfloat16)
+        return brain.reshape(shape)
     return data.view(np.dtype("<f4" if kind.name == "F32" else "<f2")).reshape(shape)
 
 
