@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampling_tables import SAMPLERS, make_table, run_sampler
 
 from headrace.backend.batch import SamplingTable
 from headrace.backend.cpu import _native
 from headrace.backend.sampling import Counter, philox4x32, sample, uniform
+from tests.backend.sampling_tables import SAMPLERS, make_table, run_sampler
 
 INF = float("inf")
 NAN = float("nan")

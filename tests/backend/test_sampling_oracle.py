@@ -11,7 +11,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from sampling_tables import SAMPLERS, make_table, run_sampler
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -22,6 +21,7 @@ from transformers.generation.logits_process import (
 
 from headrace.backend.batch import Float32, SamplingTable, StepResult
 from headrace.backend.sampling import candidate_weights, processed_logits, sample, uniform
+from tests.backend.sampling_tables import SAMPLERS, make_table, run_sampler
 
 PATHS = SAMPLERS[1:]
 BOUNDARY = 1e-6
