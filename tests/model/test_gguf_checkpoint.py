@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from gguf_files import random_blocks, tiny_metadata, tiny_tensors, write_gguf
@@ -221,10 +222,10 @@ BAD_KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
     "absurd": ("llama", {"embedding_length": 2**32 - 1}, "embedding_length is 4294967295"),
     "absurd layers": ("llama", {"block_count": 2**32 - 1}, "block_count is 4294967295"),
     "absurd context": ("llama", {"context_length": 2**32 - 1}, "context_length is 4294967295"),
-    "a string": ("llama", {"block_count": "two"}, "block_count is str; it must be a whole number"),
+    "a string": ("llama", {"block_count": "two"}, "block_count is 'two'; it must be a whole number"),
     "a float": ("llama", {"block_count": 2.0}, "block_count is 2.0"),
     "a bool": ("llama", {"block_count": True}, "block_count is True"),
-    "an array": ("llama", {"block_count": [2, 2]}, "block_count is ndarray"),
+    "an array": ("llama", {"block_count": [2, 2]}, "block_count is an array; it must be a single value"),
     "too few per layer": ("llama", {"attention.head_count_kv": [2]}, "head_count_kv must have .*each of 2"),
     "zero in a layer": ("llama", {"attention.head_count_kv": [2, 0]}, "head_count_kv must have"),
     "floats per layer": ("llama", {"feed_forward_length": [96.0, 96.0]}, "feed_forward_length must have"),
@@ -233,10 +234,12 @@ BAD_KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
     "odd rotary": ("llama", {"rope.dimension_count": 15}, "rope.dimension_count 15 must be even"),
     "long rotary": ("llama", {"rope.dimension_count": 32}, "rope.dimension_count 32"),
     "value differs": ("llama", {"attention.key_length": 16, "attention.value_length": 8}, "differ"),
-    "NaN": ("llama", {"rope.freq_base": math.nan}, "rope.freq_base is nan; it must be a number"),
+    "NaN": ("llama", {"rope.freq_base": math.nan}, "rope.freq_base is nan; it must be a number above 1"),
     "infinite": ("llama", {"rope.freq_base": math.inf}, "rope.freq_base is inf"),
     "negative": ("llama", {"attention.layer_norm_rms_epsilon": -1e-5}, "epsilon is -9.99"),
     "epsilon text": ("llama", {"attention.layer_norm_rms_epsilon": "1e-5"}, "epsilon is '1e-5'"),
+    "base 1": ("llama", {"rope.freq_base": 1.0}, "rope.freq_base is 1.0"),
+    "yarn shrinks": ("qwen2", {"rope.scaling.type": "yarn", "rope.scaling.factor": 0.5}, "0.5; yarn extends"),
     "no window": ("gemma3", {"attention.sliding_window": None}, "gemma3.attention.sliding_window is missing"),
     "bad pattern": ("gemma3", {"attention.sliding_window_pattern": [True]}, "one bool for each of 2 layers"),
     "zero pattern": ("gemma3", {"attention.sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
@@ -251,6 +254,80 @@ def test_metadata_that_cannot_be_right_are_named(case: str, tmp_path: Path) -> N
     family, changes, message = BAD_KEYS[case]
     with pytest.raises(ModelFormatError, match=message):
         opened(tmp_path, family, **changes)
+
+
+WRONG: dict[str, Any] = {
+    **{"zero": 0, "one": 1, "three": 3, "most": 2**32 - 1, "half": 0.5, "NaN": math.nan, "minus": -1.0},
+    **{
+        "false": False,
+        "text": "text",
+        "texts": ["a", "b"],
+        "numbers": [1, 2],
+        "zeros": [0.0, 0.0],
+        "yes": [True],
+    },
+}
+READ_KEYS = [
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "vocab_size",
+    "expert_count",
+    "attention.causal",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_ext_factor",
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_any_value_in_any_key_is_survived(family: str, wrong: str, tmp_path: Path) -> None:
+    tensors = tiny_tensors(family)
+    for key in READ_KEYS:
+        yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0} if "yarn" in key else {}
+        try:
+            checkpoint = opened(tmp_path, family, tensors, **yarn, **{key: WRONG[wrong]})
+        except ModelFormatError:
+            continue
+        for layer in checkpoint.architecture.layers:
+            assert layer.attention.rope is not None
+            assert np.isfinite(layer.attention.rope.inverse_frequencies()).all()
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "split.count", "tokenizer.ggml.tokens"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_any_value_in_a_general_key_is_survived(key: str, wrong: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    value = WRONG[wrong]
+    kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+    kinds |= {str: gguf.GGUFValueType.STRING, list: gguf.GGUFValueType.ARRAY}
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.kv_data[0].pop(key, None)
+    writer.add_key_value(key, value, kinds[type(value)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelFormatError):
+        GGUFCheckpoint(path)
 
 
 def test_unknown_architectures_hear_what_is_supported(tmp_path: Path) -> None:

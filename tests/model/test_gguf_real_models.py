@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
@@ -35,9 +34,10 @@ def next_token(
     norm = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
     state = {}
     for name in checkpoint.names():
-        value = torch.from_numpy(np.array(as_float32(checkpoint.tensor(name))))
+        weight = as_float32(checkpoint.tensor(name))
         if gemma and name.endswith("norm.weight"):
-            value -= 1  # transformers' Gemma adds it
+            weight = weight - 1  # transformers' Gemma adds it
+        value = torch.from_numpy(weight if weight.flags.writeable else weight.copy())
         for pattern, replacement in [*_NAMES, (r"feed_forward_norm", norm)]:
             name = re.sub(pattern, replacement, name)
         state[name] = value
