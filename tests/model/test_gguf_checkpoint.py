@@ -9,7 +9,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_files import random_blocks, tiny_metadata, tiny_tensors, write_gguf
 
 from headrace.errors import ModelFormatError
 from headrace.model.architecture import RopeSpec
@@ -17,6 +16,7 @@ from headrace.model.checkpoint import as_float32
 from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights import open_checkpoint
 from headrace.model.weights.gguf_checkpoint import GGUFCheckpoint
+from tests.model.gguf_files import random_blocks, tiny_metadata, tiny_tensors, write_gguf
 
 SIZES = (("q", 64), ("k", 32), ("v", 32))
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
@@ -197,6 +197,8 @@ def test_rope_scaling_keys(tmp_path: Path) -> None:
     assert rope(rope__scaling__type="none", rope__scaling__factor=4.0) == plain
     assert rope(rope__scaling__factor=4.0) == RopeSpec(1e4, 16, "linear", 4.0)
     assert rope(rope__scale_linear=2.0) == RopeSpec(1e4, 16, "linear", 2.0)
+    kept = opened(tmp_path, "qwen2", rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    assert kept.architecture.max_positions == 4 * 128
     yarn = rope(
         rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__original_context_length=32
     )
@@ -372,6 +374,11 @@ def test_missing_surplus_and_misshapen_tensors_are_named(tmp_path: Path) -> None
         opened(tmp_path, tensors=tiny_tensors() | {"rope_freqs.weight": np.zeros(8, np.float32)})
     with pytest.raises(ModelFormatError, match=r"rope_freqs\.weight is F32 \[4\]"):
         opened(tmp_path, tensors=tiny_tensors() | {"rope_freqs.weight": np.ones(4, np.float32)})
+
+
+def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"no tensor layers\.9\.attention\.q\.weight"):
+        opened(tmp_path).tensor("layers.9.attention.q.weight")
 
 
 def test_quantization_narrows_float_matrices_only(tmp_path: Path) -> None:

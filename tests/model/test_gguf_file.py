@@ -13,7 +13,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gguf_files import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import ModelFormatError, ModelNotFoundError
+from headrace.model.quant_tensor import QuantTensor
+from headrace.model.weights.gguf import GGUFFile
+from tests.model.gguf_files import (
     array,
     description,
     pair,
@@ -24,12 +30,6 @@ from gguf_files import (
     tiny_tensors,
     write_gguf,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from headrace.errors import ModelFormatError, ModelNotFoundError
-from headrace.model.quant_tensor import QuantTensor
-from headrace.model.weights.gguf import GGUFFile
 
 U32, STRING, ARRAY = 4, 8, 9
 

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
-from gguf_files import STORED_TYPES, description, random_blocks, raw_gguf, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from headrace.errors import ModelFormatError
 from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights.gguf import GGUFFile
 from headrace.model.weights.gguf_types import TYPES
+from tests.model.gguf_files import STORED_TYPES, description, random_blocks, raw_gguf, write_gguf
 
 EXPECTED = {  # bits, group size, zero point, has a minimum, scale type
     "Q4_0": (4, 32, 8, False, np.float16),

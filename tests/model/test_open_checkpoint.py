@@ -6,10 +6,10 @@ import pickle
 from pathlib import Path
 
 import pytest
-from gguf_files import tiny_metadata, tiny_tensors, write_gguf
 
 from headrace.errors import ModelFormatError, ModelNotFoundError
 from headrace.model.weights import open_checkpoint
+from tests.model.gguf_files import tiny_metadata, tiny_tensors, write_gguf
 
 
 @pytest.fixture

@@ -53,6 +53,11 @@ _FAMILIES = {
 }
 
 
+def _stretched(rope: RopeSpec) -> int:
+    """The context that YaRN was fitted for; files keep the one from before it, or after it."""
+    return int(rope.original_max_positions * rope.factor) if rope.scaling == "yarn" else 0
+
+
 def stores_interleaved_rope(architecture: Architecture) -> bool:
     """Whether files of this family keep q and k rows permuted for interleaved rotary pairs."""
     return _FAMILIES[architecture.family].interleaved_rope
@@ -124,7 +129,7 @@ class _Reader:
             family=self._name,
             vocab_size=self._vocab_size(),
             hidden_size=hidden,
-            max_positions=positions,
+            max_positions=min(max(positions, _stretched(rope)), _MAX_POSITIONS),
             layers=tuple(layers),
             final_norm=norm,
             tied_head="output.weight" not in self._file.tensors,
