@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ModelFormatError, ModelNotFoundError
+from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights import open_checkpoint
 from tests.model.gguf_files import tiny_metadata, tiny_tensors, write_gguf
+from tests.model.tiny import CASES
 
 
 @pytest.fixture
@@ -54,8 +56,17 @@ def test_half_a_safetensors_model(tmp_path: Path) -> None:
     weights.write_bytes(bytes(100))
     with pytest.raises(ModelFormatError, match=r"no config\.json"):
         open_checkpoint(tmp_path)
-    with pytest.raises(ModelFormatError, match="give the folder"):
+    with pytest.raises(ModelFormatError, match=r"config\.json"):
         open_checkpoint(weights)
+
+
+def test_a_safetensors_folder_or_its_file(tmp_path: Path) -> None:
+    CASES["qwen3"](tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        plain, narrowed = open_checkpoint(path), open_checkpoint(path, quantization="int8")
+        assert plain.architecture.family == "qwen3"
+        assert isinstance(narrowed.tensor("layers.0.attention.q.weight"), QuantTensor)
+        assert plain.fingerprint() != narrowed.fingerprint()
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
