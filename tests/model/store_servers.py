@@ -48,6 +48,7 @@ class IndexServer:
     html: bool = False
     hashes: bool = True
     ranges: bool = True
+    lengths: bool = True  # False: the end of a file is the end of the connection
     cut_after: int | None = None  # close the connection after so many bytes of every answer
     delay_s: float = 0.0  # per 16 KiB
     password: str | None = None  # "user:password" asked for on every page and file
@@ -137,7 +138,9 @@ class _IndexHandler(_Handler):
         self.send_response(206 if start else 200)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        self.send_header("Content-Length", str(len(content) - start))
+        if state.lengths:
+            self.send_header("Content-Length", str(len(content) - start))
+        self.send_header("Connection", "close")
         self.end_headers()
         body = content[start:]
         if state.cut_after is not None:
@@ -148,7 +151,6 @@ class _IndexHandler(_Handler):
                 time.sleep(state.delay_s)
         except ConnectionError:
             return
-        self.close_connection = True
 
 
 @dataclass

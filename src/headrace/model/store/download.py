@@ -150,7 +150,7 @@ def _verify(link: Link, part: Path) -> None:
 
 
 def _missing(link: Link, part: Path) -> int:
-    return max((link.size_bytes or 0) - _size(part), CHUNK)
+    return max((link.size_bytes or 0) - _size(part), 1)
 
 
 def _size(path: Path) -> int:

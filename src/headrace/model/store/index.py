@@ -110,7 +110,7 @@ def _page(url: str, client: Client) -> Iterator[Link]:
     with client.open(url, {"Accept": _ACCEPT}) as response:
         body = response.read(_PAGE_LIMIT + 1)
         kind = response.headers.get_content_type()  # type: ignore[attr-defined]
-        base = response.url  # type: ignore[attr-defined]
+        base = _with_credentials(response.url, url)  # type: ignore[attr-defined]
     if len(body) > _PAGE_LIMIT:
         raise OSError(f"the index page is over {_PAGE_LIMIT // 2**20} MiB")
     if kind.endswith("json"):
@@ -119,13 +119,31 @@ def _page(url: str, client: Client) -> Iterator[Link]:
         yield from _html_links(body.decode("utf-8", errors="replace"), base)
 
 
+def _with_credentials(page: str, asked: str) -> str:
+    """The page's URL with the user and password it was asked with, unless it was redirected to another host.
+
+    Links relative to it, and so files on the index's own host, are then fetched with them, as pip does.
+    """
+    login, at, host = urllib.parse.urlsplit(asked).netloc.rpartition("@")
+    parts = urllib.parse.urlsplit(page)
+    return urllib.parse.urlunsplit(parts._replace(netloc=login + at + host)) if parts.netloc == host else page
+
+
+def _absolute(base: str, reference: str) -> str:
+    """``reference`` as a URL; one that names the base's own host in full takes over its credentials."""
+    joined = urllib.parse.urljoin(base, reference.strip())
+    own, parts = urllib.parse.urlsplit(base), urllib.parse.urlsplit(joined)
+    same = parts.scheme == own.scheme and parts.netloc == own.netloc.rpartition("@")[2]
+    return urllib.parse.urlunsplit(parts._replace(netloc=own.netloc)) if same else joined
+
+
 def _json_links(body: bytes, base: str) -> Iterator[Link]:
     try:
         page: Any = json.loads(body)
         for file in page["files"]:
             digest = file["hashes"].get("sha256")
             size = file.get("size")
-            url = urllib.parse.urljoin(base, file["url"])
+            url = _absolute(base, file["url"])
             yield Link(url, file["filename"], digest, size if isinstance(size, int) else None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OSError(f"the index answered JSON that is not of PEP 691 ({error!r})") from error
@@ -150,7 +168,7 @@ def _html_links(text: str, url: str) -> Iterator[Link]:
     anchors.feed(text)
     base = urllib.parse.urljoin(url, anchors.base) if anchors.base else url
     for href in anchors.hrefs:
-        target, _, fragment = urllib.parse.urljoin(base, href.strip()).partition("#")
+        target, _, fragment = _absolute(base, href).partition("#")
         digest = dict(urllib.parse.parse_qsl(fragment)).get("sha256")
         filename = urllib.parse.unquote(target.rpartition("/")[2].partition("?")[0])
         yield Link(target, filename, digest)
