@@ -210,7 +210,14 @@ class _HubHandler(_Handler):
             if not name.endswith((".json", ".txt", ".md")):
                 row["lfs"] = {"sha256": sha256(content), "size": len(content), "pointerSize": 130}
             siblings.append(row)
-        body = {"id": repo, "modelId": repo, "sha": commit, "siblings": siblings, "tags": [], "private": False}
+        body = {
+            "id": repo,
+            "modelId": repo,
+            "sha": commit,
+            "siblings": siblings,
+            "tags": [],
+            "private": False,
+        }
         self.answer(200, "application/json", json.dumps(body).encode())
 
     def resolve(self, repo: str, revision: str, name: str) -> None:

@@ -194,5 +194,3 @@ def test_a_broken_pip_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_settings()
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     read_settings()
-
-

