@@ -38,11 +38,31 @@ def test_forms(text: str, expected: object) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "smollm", "pypi:x", "pypi:x==", "pypi:../x==1", "pypi:x==1/../../y", "hf:x", "hf:../..", "org/../name",
-        "hf:org/name@../../etc", "hf:org/name/../../x.gguf", "a/b/c/d", "/no/such/file", "./nothing", "~nobody/x",
-        "nul\0byte", "x" * 5000, "/" * 5000 + "x", "a b/c", "-rf/x", "missing.gguf", "org/na\nme", "org/name@",
+        "",
+        "smollm",
+        "pypi:x",
+        "pypi:x==",
+        "pypi:../x==1",
+        "pypi:x==1/../../y",
+        "hf:x",
+        "hf:../..",
+        "org/../name",
+        "hf:org/name@../../etc",
+        "hf:org/name/../../x.gguf",
+        "a/b/c/d",
+        "/no/such/file",
+        "./nothing",
+        "~nobody/x",
+        "nul\0byte",
+        "x" * 5000,
+        "/" * 5000 + "x",
+        "a b/c",
+        "-rf/x",
+        "missing.gguf",
+        "org/na\nme",
+        "org/name@",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_reference_is_not_found(text: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         store.resolve(text)
@@ -144,7 +164,7 @@ def test_resolving_a_pulled_alias_is_cheap(smollm2_path: Path) -> None:
         "path = store.resolve('smollm2-135m')\n"
         "print(time.perf_counter() - start)\n"
         "print(path)\n"
-        "heavy = {'huggingface_hub', 'httpx', 'httpx2', 'requests', 'urllib.request', 'filelock', 'tqdm', 'numpy'}\n"
+        "heavy = {'huggingface_hub', 'httpx', 'httpx2', 'requests', 'urllib.request', 'filelock', 'numpy'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     times = []

