@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_servers import HubServer, running
+from tests.model.store_servers import HubServer, running
 
 from headrace.errors import ModelFormatError, ModelNotFoundError
 from headrace.model.store.hub import choose

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_servers import IndexServer, make_wheel, running, sha256
+from tests.model.store_servers import IndexServer, make_wheel, running, sha256
 
 from headrace.errors import DownloadError, ModelFormatError, ModelNotFoundError
 from headrace.model import store
