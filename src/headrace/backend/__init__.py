@@ -1,1 +1,34 @@
 """WHAT computes: cpu (records a native program), torch (oracle and GPU), simulated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.backend.runner import Runner, RunnerSettings
+    from headrace.model.checkpoint import Checkpoint
+
+__all__ = ["open_runner"]
+
+
+def open_runner(checkpoint: Checkpoint, backend: str, settings: RunnerSettings) -> Runner:
+    """Load ``checkpoint`` on ``backend``: ``cpu`` or ``torch``. Only the chosen backend is imported.
+
+    Raises ConfigError for another name or a backend that is not installed, and whatever loading raises
+    (ModelFormatError, OutOfMemoryError).
+    """
+    if backend == "cpu":
+        from headrace.backend.cpu.runner import open_cpu_runner
+
+        return open_cpu_runner(checkpoint, settings)
+    if backend == "torch":
+        try:
+            import torch  # noqa: F401  (asked here so that its absence has an answer)
+        except ImportError as error:
+            raise ConfigError("The torch backend needs torch: pip install 'headrace[gpu]'.") from error
+        from headrace.backend.torch import open_torch_runner
+
+        return open_torch_runner(checkpoint, settings)
+    raise ConfigError(f"There is no backend {backend!r}: choose 'cpu' or 'torch'.")
