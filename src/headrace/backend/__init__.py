@@ -16,7 +16,7 @@ __all__ = ["open_runner"]
 def open_runner(checkpoint: Checkpoint, backend: str, settings: RunnerSettings) -> Runner:
     """Load ``checkpoint`` on ``backend``: ``cpu`` or ``torch``. Only the chosen backend is imported.
 
-    Raises ConfigError for another name or a backend that is not installed, and whatever loading raises
+    Raises ConfigError for another name, or for a backend that is not installed, and what loading raises
     (ModelFormatError, OutOfMemoryError).
     """
     if backend == "cpu":
@@ -24,10 +24,6 @@ def open_runner(checkpoint: Checkpoint, backend: str, settings: RunnerSettings) 
 
         return open_cpu_runner(checkpoint, settings)
     if backend == "torch":
-        try:
-            import torch  # noqa: F401  (asked here so that its absence has an answer)
-        except ImportError as error:
-            raise ConfigError("The torch backend needs torch: pip install 'headrace[gpu]'.") from error
         from headrace.backend.torch import open_torch_runner
 
         return open_torch_runner(checkpoint, settings)

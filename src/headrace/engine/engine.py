@@ -66,7 +66,9 @@ class Engine:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError."""
         self.limits.check_request(request)
         if request.request_id in self.scheduler:
-            raise InvalidRequestError(f"A request {request.request_id!r} is under way already.", param="request_id")
+            raise InvalidRequestError(
+                f"A request {request.request_id!r} is under way already.", param="request_id"
+            )
         self.limits.check_queue(self.scheduler.num_waiting)
         self.enqueue(request)
 

@@ -56,8 +56,8 @@ class KVCache:
     def find_prefix(self, seq: Sequence) -> list[CachedBlock] | None:
         """Cached blocks that ``seq`` can start from, or None when it should wait for another's computation.
 
-        At least its last token stays to be computed: that is where its next token is sampled. Blocks are whole,
-        so of a full hit the last block is computed again, into a block of its own.
+        At least its last token stays to be computed: that is where its next token is sampled. Blocks are
+        whole, so of a full hit the last block is computed again, into a block of its own.
         """
         if not self.prefix_caching:
             return []
@@ -221,7 +221,9 @@ class KVCache:
         cache = self.prefix_cache
         blocks = cache.all_blocks()
         unused = cache.unused_blocks()
-        _prove(set(unused) == {b for b in blocks if b.users == 0}, "the eviction queue is not the unused blocks")
+        _prove(
+            set(unused) == {b for b in blocks if b.users == 0}, "the eviction queue is not the unused blocks"
+        )
         users = Counter(block for row in self._sequences for block in self._cached[row])
         _prove(all(b.users == users[b] for b in blocks), "a cached block's users are not its sequences")
         _prove(set(users) <= set(blocks), "a sequence uses a block that the cache has forgotten")
@@ -236,11 +238,15 @@ class KVCache:
             where = f"KV group {group}: "
             referred: Counter[int] = Counter()
             for row, held in enumerate(self._num_held):
-                _prove(held == 0 or row in self._sequences, where + f"row {row} holds blocks without a sequence")
+                _prove(
+                    held == 0 or row in self._sequences, where + f"row {row} holds blocks without a sequence"
+                )
                 _prove(bool((table[row, held:] == 0).all()), where + f"row {row} has stale blocks")
                 referred.update(table[row, :held].tolist())
                 for index, block in enumerate(self._cached[row]):
-                    _prove(table[row, index] == block.blocks[group], where + f"row {row} strayed from its prefix")
+                    _prove(
+                        table[row, index] == block.blocks[group], where + f"row {row} strayed from its prefix"
+                    )
             _prove(
                 all(pool.references[b] == referred[b] for b in range(pool.num_blocks)),
                 where + "reference counts differ from the tables'",
@@ -253,7 +259,8 @@ class KVCache:
             _prove(not set(free) & (used | cached_only), where + "a block is free and in use")
             _prove(
                 len(free) + len(cached_only) + len(used) == pool.num_blocks,
-                where + f"{len(free)} free + {len(cached_only)} cached + {len(used)} used != {pool.num_blocks}",
+                where
+                + f"{len(free)} free + {len(cached_only)} cached + {len(used)} used != {pool.num_blocks}",
             )
 
 

@@ -27,7 +27,7 @@ class Stop(msgspec.Struct, tag="stop"):
 
 
 class News(msgspec.Struct, tag="news"):
-    """What a turn of the loop brought. ``num_received`` counts the requests taken from the inbox since start."""
+    """What a turn of the loop brought. ``num_received``: requests taken from the inbox since start."""
 
     outputs: list[EngineOutput]
     stats: EngineStats

@@ -71,9 +71,7 @@ class PrefixCache:
         """Whether some content is cached under ``key``; :meth:`find` says whether it is the right one."""
         return key in self._by_key
 
-    def find(
-        self, key: bytes, parent: CachedBlock | None, tokens: bytes, salt: str
-    ) -> CachedBlock | None:
+    def find(self, key: bytes, parent: CachedBlock | None, tokens: bytes, salt: str) -> CachedBlock | None:
         """The block with this very content, compared by parent, tokens and salt and not by hash alone."""
         found = self._by_key.get(key)
         if found is None or found.parent is not parent or found.tokens != tokens or found.salt != salt:
@@ -81,7 +79,7 @@ class PrefixCache:
         return found
 
     def insert(self, block: CachedBlock) -> None:
-        """Make a computed block findable. Its key is free, its parent cached and in use by the same sequence."""
+        """Make a computed block findable. Its key is free, its parent cached and used by its sequence."""
         self._by_key[block.key] = block
 
     def use(self, block: CachedBlock) -> None:

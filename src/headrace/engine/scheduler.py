@@ -112,7 +112,7 @@ class Scheduler:
     # A step
 
     def schedule(self, now: float) -> Batch | None:
-        """The next step's work, or None when there is none. Every Batch must be followed by :meth:`commit`."""
+        """The next step's work, or None when there is none. :meth:`commit` must follow every Batch."""
         self._make_room()
         budget = self._config.max_num_batched_tokens
         scheduled: list[Sequence] = []
@@ -147,7 +147,7 @@ class Scheduler:
     # Inside
 
     def _make_room(self) -> None:
-        """Blocks for every running sequence's next token, first in order first, at the expense of the last."""
+        """Blocks for every running sequence's next token: the first in order first, at the last's expense."""
         for seq in list(self._running):
             while seq.row >= 0 and not self._kv.grow(seq):
                 self._preempt(self._running[-1])

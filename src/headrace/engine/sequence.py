@@ -12,7 +12,7 @@ _MIN_GROWTH = 64
 
 
 class SeenTokens:
-    """Distinct token ids with their number of occurrences in the output, kept up to date by one append a step."""
+    """Distinct token ids and how often each occurs in the output; one append a token keeps them current."""
 
     __slots__ = ("_counts", "_ids", "_index", "_size")
 
@@ -194,7 +194,9 @@ class Sequence:
             first_token_time=self.first_token_time,
         )
 
-    def token_output(self, token: int, logprobs: TokenLogprobs | None, finish_reason: str | None) -> EngineOutput:
+    def token_output(
+        self, token: int, logprobs: TokenLogprobs | None, finish_reason: str | None
+    ) -> EngineOutput:
         """News of one sampled token."""
         output = self.output(finish_reason)
         output.token_ids = [token]

@@ -52,7 +52,8 @@ class Subscribers:
                 raise EngineDeadError(self._dead)
             if request.request_id in self._open:
                 raise InvalidRequestError(
-                    f"A request {request.request_id!r} is under way already; use another id.", param="request_id"
+                    f"A request {request.request_id!r} is under way already; use another id.",
+                    param="request_id",
                 )
             self._limits.check_queue(self.stats.num_waiting_seqs + self._num_sent - self._num_received)
             self._open[request.request_id] = _Subscription(sink, request.params.n)

@@ -36,7 +36,7 @@ class ThreadClient:
         return self._subscribers.stats
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """See EngineClient.close. If a step takes longer than ``timeout_s``, requests end before the engine does."""
+        """See EngineClient.close. A step longer than ``timeout_s`` outlives the requests, which end then."""
         self._loop.post(Stop())
         self._loop.join(timeout_s)
         self._subscribers.end_all(CLOSED, finish_reason="abort")

@@ -53,7 +53,9 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         if not prompt:
             raise InvalidRequestError("The prompt is empty; it needs at least one token.", param="prompt")
         if len(prompt) >= self.max_model_len:
-            bound = "The KV pool holds" if self.pool_tokens <= self.max_model_len else "The model's context is"
+            bound = (
+                "The KV pool holds" if self.pool_tokens <= self.max_model_len else "The model's context is"
+            )
             raise ContextLengthError(
                 f"{bound} {self.max_model_len} tokens, but the prompt has {len(prompt)}; at most "
                 f"{self.max_model_len - 1} leave room for an answer. Shorten the prompt.",
@@ -116,8 +118,14 @@ def _number(
     """``value`` is a finite int or float (a bool is neither), as a float32 too, and ``fits``."""
     if type(value) is bool or not isinstance(value, (int, float)):
         raise InvalidRequestError(f"{name} must be a number, not {_shown(value)}.", param=name)
-    if not (math.isfinite(value) if isinstance(value, float) else True) or abs(value) > 3.4e38 or not fits(value):
-        raise InvalidRequestError(f"{name} must be a finite number, {wanted}, not {_shown(value)}.", param=name)
+    if (
+        not (math.isfinite(value) if isinstance(value, float) else True)
+        or abs(value) > 3.4e38
+        or not fits(value)
+    ):
+        raise InvalidRequestError(
+            f"{name} must be a finite number, {wanted}, not {_shown(value)}.", param=name
+        )
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int | None) -> None:
@@ -128,13 +136,16 @@ def _check_ids(name: str, ids: Any, vocab_size: int | None) -> None:
         return
     if set(map(type, ids)) != {int}:
         wrong = next(i for i in ids if type(i) is not int)
-        raise InvalidRequestError(f"{name} must hold token ids (whole numbers), not {_shown(wrong)}.", param=name)
+        raise InvalidRequestError(
+            f"{name} must hold token ids (whole numbers), not {_shown(wrong)}.", param=name
+        )
     if vocab_size is None:
         vocab_size = 2**31
     if min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise InvalidRequestError(
-            f"{name} holds {_shown(wrong)}, which is not in the vocabulary (0 to {vocab_size - 1}).", param=name
+            f"{name} holds {_shown(wrong)}, which is not in the vocabulary (0 to {vocab_size - 1}).",
+            param=name,
         )
 
 

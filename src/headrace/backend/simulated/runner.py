@@ -109,9 +109,7 @@ class SimulatedRunner:
         return sample(logits, batch.sampling)
 
     def logits(self, batch: Batch, sequence: int, position: int) -> Float32:
-        """Pseudo-random ``[vocab]`` in -8 … 8, decided by the tokens that the sequence's query at ``position``
-        sees in every KV group.
-        """
+        """Pseudo-random ``[vocab]`` in -8 … 8, from what the query at ``position`` sees in all groups."""
         state = np.uint64(0)
         for group, window in enumerate(self._windows):
             first = 0 if window is None else max(0, position - window + 1)
@@ -124,9 +122,7 @@ class SimulatedRunner:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _read(
-        self, batch: Batch, group: int, sequence: int, first: int, stop: int
-    ) -> tuple[Int32, Int32]:
+    def _read(self, batch: Batch, group: int, sequence: int, first: int, stop: int) -> tuple[Int32, Int32]:
         """Tokens and positions found at logical positions ``first:stop`` of a sequence."""
         logical = np.arange(first, stop)
         slots = batch.block_tables[group][sequence, logical // BLOCK_SIZE] * BLOCK_SIZE + logical % BLOCK_SIZE
@@ -139,11 +135,15 @@ class SimulatedRunner:
         starts = batch.query_start
         _require(len(starts) == r + 1 and starts[0] == 0 and starts[-1] == n, "query_start")
         _require(bool((np.diff(starts) > 0).all()), "a sequence without tokens")
-        _require(bool(((batch.token_ids >= 0) & (batch.token_ids < self.architecture.vocab_size)).all()), "ids")
+        _require(
+            bool(((batch.token_ids >= 0) & (batch.token_ids < self.architecture.vocab_size)).all()), "ids"
+        )
         counts = np.diff(starts)
         expected = np.arange(n) - np.repeat(starts[1:], counts) + np.repeat(batch.context_len, counts)
         _require(np.array_equal(batch.positions, expected), "positions and context_len disagree")
-        _require(bool((batch.context_len <= self._settings.max_model_len).all()), "a context beyond max_model_len")
+        _require(
+            bool((batch.context_len <= self._settings.max_model_len).all()), "a context beyond max_model_len"
+        )
         _require(len(batch.slot_mapping) == len(batch.block_tables) == len(self._windows), "KV groups")
         table = batch.sampling
         for name in ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position", "num_logprobs"):
@@ -151,13 +151,17 @@ class SimulatedRunner:
         _require(bool((table.position == batch.positions[batch.logit_rows] + 1).all()), "sampling.position")
         arrays = [batch.token_ids, batch.positions, starts, batch.context_len, batch.logit_rows]
         for array in (*arrays, *batch.slot_mapping, *batch.block_tables):
-            _require(array.dtype == np.int32 and array.flags.c_contiguous, "an array that is not contiguous int32")
+            _require(
+                array.dtype == np.int32 and array.flags.c_contiguous, "an array that is not contiguous int32"
+            )
 
     def _check_slots(self, batch: Batch, group: int) -> None:
         counts = np.diff(batch.query_start)
         owner = np.repeat(np.arange(len(counts)), counts)
         tables, slots = batch.block_tables[group], batch.slot_mapping[group]
-        _require(tables.min() >= 0 and tables.max() < self._settings.num_blocks, "a block outside of the pool")
+        _require(
+            tables.min() >= 0 and tables.max() < self._settings.num_blocks, "a block outside of the pool"
+        )
         expected = tables[owner, batch.positions // BLOCK_SIZE] * BLOCK_SIZE + batch.positions % BLOCK_SIZE
         _require(np.array_equal(slots, expected), "slot_mapping and block_tables disagree")
         # A block that is written in this step must belong to its writer alone.
@@ -173,7 +177,7 @@ class SimulatedRunner:
                 _, positions = self._read(batch, group, sequence, first, stop)
                 _require(
                     np.array_equal(positions, np.arange(first, stop)),
-                    f"sequence {sequence} of {stop} tokens reads positions {positions.tolist()} in group {group}",
+                    f"group {group}: {stop} tokens of sequence {sequence} are at {positions.tolist()}",
                 )
 
 
