@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def spm_merges(pieces: Iterable[tuple[str, float]]) -> list[str]:
         symbols = list(piece)
         if len(symbols) < 2:
             continue
-        ranks = [rank.get(a + b, never) for a, b in zip(symbols, symbols[1:], strict=False)]
+        ranks = [rank.get(a + b, never) for a, b in pairwise(symbols)]
         while len(symbols) > 2:
             best = min(ranks)
             if best == never:
@@ -258,9 +259,7 @@ def _post_processor(bos: tuple[str, int] | None, eos: tuple[str, int] | None) ->
     }
 
 
-def _end_ids(
-    metadata: Mapping[str, Any], tokens: list[str], kinds: list[int], eos: int | None
-) -> list[int]:
+def _end_ids(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int], eos: int | None) -> list[int]:
     named = (_token_id(metadata, key, len(tokens)) for key in ("eot_token_id", "eom_token_id"))
     ids = {index for index in (eos, *named) if index is not None}
     ids.update(i for i, token in enumerate(tokens) if token in _END_OF_TURN and kinds[i] == _CONTROL)
@@ -270,7 +269,9 @@ def _end_ids(
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-        raise ModelFormatError(f"The GGUF file has no usable tokenizer.ggml.{key}: a list of strings is needed.")
+        raise ModelFormatError(
+            f"The GGUF file has no usable tokenizer.ggml.{key}: a list of strings is needed."
+        )
     return value
 
 
