@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import secrets
 import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -16,20 +16,22 @@ from headrace.engine.client import EngineClient
 from headrace.engine.request import EngineRequest, SamplingParams
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.frontend.outputs import TextOutput
-from headrace.frontend.stream import LoopWaker, TextStream
 from headrace.frontend.text_request import TextRequest
 from headrace.frontend.tokenizer import Tokenizer, load_tokenizer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # asyncio and jinja2 are imported where they are used: LLM needs neither to start
+    from asyncio import AbstractEventLoop
+
     from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
     from headrace.frontend.chat_template import ChatTemplate
+    from headrace.frontend.stream import LoopWaker, TextStream
 
 Progress = Callable[[str, int, int], None]
 """Called while a model is fetched: what, bytes so far, bytes in all."""
 
 
 class Frontend:
-    """Tokenises, submits, and turns tokens back into text. Thread-safe; text never runs on the engine's thread.
+    """Tokenises, submits, and turns tokens back into text; thread-safe, and never on the engine's thread.
 
     ``max_model_len``: tokens of prompt and output together that one sequence may have.
     """
@@ -43,7 +45,7 @@ class Frontend:
         self._names = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
         self._lock = threading.Lock()
         self._template: ChatTemplate | None = None
-        self._wakers: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = WeakKeyDictionary()
+        self._wakers: WeakKeyDictionary[AbstractEventLoop, LoopWaker] = WeakKeyDictionary()
 
     def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, with BOS as the model was trained; a list of ids is only checked.
@@ -69,6 +71,22 @@ class Frontend:
             )
         return ids
 
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt that the model's chat template makes of a conversation.
+
+        Raises InvalidRequestError if the messages are malformed, the template refuses them, or the model
+        has none.
+        """
+        return self._chat_template().render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -76,15 +94,13 @@ class Frontend:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation, through the model's chat template.
+        """Token ids of a conversation: :meth:`render_chat`, tokenised.
 
         As in vLLM and transformers the rendered text is parsed with its control tokens, and a message that
         spells one out (``<|im_end|>``) writes it: messages are not a security boundary. Raises
-        InvalidRequestError if the messages are malformed, the template refuses them, or there is none.
+        InvalidRequestError as render_chat does.
         """
-        text = self._chat_template().render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
-        )
+        text = self.render_chat(messages, tools, add_generation_prompt, **template_kwargs)
         ids = self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
         if not ids:
             raise InvalidRequestError("The chat template made an empty prompt of these messages.")
@@ -139,6 +155,8 @@ class Frontend:
         cache_salt: str = "",
     ) -> TextStream:
         """Submit now and return the stream of news. Raises as :meth:`submit` does, before any item."""
+        from headrace.frontend.stream import TextStream
+
         return TextStream(
             lambda wake: self.submit(
                 prompt_token_ids,
@@ -148,7 +166,7 @@ class Frontend:
                 priority=priority,
                 cache_salt=cache_salt,
             ),
-            self._waker(asyncio.get_running_loop()),
+            self._waker(),
         )
 
     async def stream(
@@ -188,9 +206,81 @@ class Frontend:
                 )
             return self._template
 
-    def _waker(self, loop: asyncio.AbstractEventLoop) -> LoopWaker:
+    def _waker(self) -> LoopWaker:
+        """The running event loop's."""
+        import asyncio
+
+        from headrace.frontend.stream import LoopWaker
+
+        loop = asyncio.get_running_loop()
         with self._lock:
             waker = self._wakers.get(loop)
             if waker is None:
                 waker = self._wakers[loop] = LoopWaker(loop)
             return waker
+
+
+def open_frontend(
+    model: ModelConfig,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    *,
+    process: bool = False,
+    progress: Progress | None = None,
+) -> Frontend:
+    """Find (or fetch) the model, load its tokenizer and its engine side by side, and join them.
+
+    ``process``: the engine runs in a process of its own instead of a thread. Raises ModelNotFoundError,
+    DownloadError, ModelFormatError, OutOfMemoryError or ConfigError, each with what would be right.
+    """
+    from headrace.model import store
+
+    if cache.swap_space:
+        warnings.warn("swap_space is not used yet: there is no second tier of KV blocks", stacklevel=2)
+    path = store.resolve(model.model, progress=progress)
+    loading = _InBackground(lambda: load_tokenizer(path))
+    client = _open_client(path, model, cache, scheduler, process=process)
+    try:
+        return Frontend(client, loading.result(), model.model)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _open_client(
+    path: Path, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, *, process: bool
+) -> EngineClient:
+    if process:
+        from headrace.engine.build import CheckpointSpec
+        from headrace.engine.process_client import ProcessClient
+
+        return ProcessClient(CheckpointSpec(path=str(path), model=model, cache=cache, scheduler=scheduler))
+    from headrace.engine.build import build_engine
+    from headrace.engine.thread_client import ThreadClient
+
+    return ThreadClient(build_engine(path, model, cache, scheduler))
+
+
+class _InBackground:
+    """A call on a thread of its own (concurrent.futures takes longer to import than this to read)."""
+
+    def __init__(self, call: Callable[[], Tokenizer]) -> None:
+        self._call = call
+        self._result: Tokenizer | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="headrace-tokenizer", daemon=True)
+        self._thread.start()
+
+    def result(self) -> Tokenizer:
+        """Wait. Raises what the call raised."""
+        self._thread.join()
+        if self._result is None:
+            assert self._error is not None
+            raise self._error
+        return self._result
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -16,7 +17,7 @@ class LoopWaker:
     """Wakes requests on one event loop; however many have news, the loop is called once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = weakref.ref(loop)  # wakers are kept by loop: a strong one would keep both for ever
         self._ready: deque[tuple[TextRequest, asyncio.Event]] = deque()
         self._called = False
 
@@ -26,11 +27,13 @@ class LoopWaker:
         if self._called:
             return
         self._called = True
-        try:
-            self._loop.call_soon_threadsafe(self._drain)
-        except RuntimeError:
-            while self._ready:
-                self._ready.popleft()[0].abort()
+        loop = self._loop()
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed
+                loop.call_soon_threadsafe(self._drain)
+                return
+        while self._ready:
+            self._ready.popleft()[0].abort()
 
     def _drain(self) -> None:
         self._called = False  # before reading: what is appended from now on calls again

@@ -179,10 +179,10 @@ def _sized(filter_function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
-    text, old, new = str(text), str(old), str(new)
-    times = text.count(old) if count is None or count < 0 else min(count, text.count(old))
-    _check_length(len(text) + times * (len(new) - len(old)))
-    return text.replace(old, new, times)
+    before, old, new = str(text), str(old), str(new)
+    times = before.count(old) if count is None or count < 0 else min(count, before.count(old))
+    _check_length(len(before) + times * (len(new) - len(old)))
+    return before.replace(old, new, times)
 
 
 @pass_environment
@@ -191,8 +191,7 @@ def _join(environment: Environment, values: Iterable[Any], d: Any = "", attribut
         values = map(make_attrgetter(environment, attribute), values)
     texts = [str(value) for value in islice(values, MAX_STEPS)]
     _check_length(sum(map(len, texts)) + len(texts) * len(str(d)))
-    joined = str(d).join(texts)
-    return joined
+    return str(d).join(texts)
 
 
 def _check_format(pattern: str) -> None:
