@@ -56,7 +56,7 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
   for (auto& units : units_) units.reserve(static_cast<size_t>(limits_.max_tokens));
   for (int t = 0; t < threads; ++t) {
     scratch_.emplace_back(attention_scratch_floats(largest_head));
-    sampler_.emplace_back(sampler_workspace_bytes(limits_.vocab));
+    sampler_.emplace_back(sampler_workspace_bytes(limits_.vocab) + 64);
   }
   profile_.assign(kOpCount, 0.0);
 }
@@ -305,11 +305,13 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
 }
 
 void Program::sample(const Instruction& in, Claim& claim, int thread, const BatchView& b, const ResultView& result) {
+  uint8_t* raw = sampler_[static_cast<size_t>(thread)].data();
+  void* workspace = raw + (64 - reinterpret_cast<uintptr_t>(raw) % 64) % 64;
   for (int row; (row = claim.next.fetch_add(1, std::memory_order_relaxed)) < b.logit_rows;) {
     float* logits = reinterpret_cast<float*>(at(in.in) + static_cast<size_t>(row) * in.in_stride);
     const size_t top = static_cast<size_t>(row) * result.top_width;
     SampledRow out{0, NAN, false, result.top_ids + top, result.top_logprobs + top};
-    kernels_.sample_row(logits, limits_.vocab, b.sampling.row(row), sampler_[static_cast<size_t>(thread)].data(), &out);
+    kernels_.sample_row(logits, limits_.vocab, b.sampling.row(row), workspace, &out);
     result.token_ids[row] = out.token_id;
     result.logprobs[row] = out.logprob;
     result.failed[row] = out.failed;

@@ -79,6 +79,12 @@ HR_INLINE void norm_row(const float* x, const float* weight, int width, bool lay
 
 HR_INLINE Vec activate(Vec x, int kind) {
   if (kind == 0) return div(x, add(set1(1.0f), exp(sub(zero(), x))));  // silu
+  if (kind == 2) {  // gelu, exact form
+    float t[16];
+    store(t, x);
+    for (float& v : t) v = 0.5f * v * (1.0f + std::erf(v * 0.70710678118654752f));
+    return load(t);
+  }
   const Vec inner = mul(set1(0.7978845608028654f), fma(mul(mul(x, x), x), set1(0.044715f), x));
   return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh(inner)));  // gelu, tanh form
 }
