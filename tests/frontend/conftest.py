@@ -1,12 +1,10 @@
-"""A byte tokenizer and an engine without weights: real parts, small enough to reason about."""
+"""Frontends over engines without weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import pytest
-import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from headrace.engine.build import SimulatedSpec
 from headrace.engine.config import SchedulerConfig
@@ -14,24 +12,7 @@ from headrace.engine.thread_client import ThreadClient
 from headrace.frontend.frontend import Frontend
 from headrace.frontend.llm import LLM
 from headrace.frontend.tokenizer import Tokenizer
-
-BOS, EOS, TURN = 256, 257, 258
-VOCAB = 259
-TEMPLATE = (
-    "{% for m in messages %}<turn>{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<turn>assistant:{% endif %}"
-)
-
-
-def byte_backend() -> tokenizers.Tokenizer:
-    """256 byte tokens, whose ids are ranks in the byte-level alphabet, then <bos>, <eos>, <turn>."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True) for t in ("<bos>", "<eos>", "<turn>")])
-    return backend
-
+from tests.frontend.byte_model import BOS, EOS, TEMPLATE, VOCAB, byte_backend
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Tokenizer:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models
 from headrace.errors import ModelFormatError
 from headrace.frontend.detokenizer import Detokenizer
 from headrace.frontend.tokenizer import Tokenizer, load_tokenizer
-from tests.frontend.conftest import EOS, TURN, VOCAB, byte_backend
+from tests.frontend.byte_model import EOS, TURN, VOCAB, byte_backend
 
 BYTES = Tokenizer(byte_backend())
 

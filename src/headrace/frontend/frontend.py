@@ -42,7 +42,8 @@ class Frontend:
         self.model_name = model_name
         self.max_model_len = client.max_model_len
         self._eos_token_ids = [i for i in tokenizer.eos_token_ids if i < client.architecture.vocab_size]
-        self._names = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count()  # next() on it is atomic
         self._lock = threading.Lock()
         self._template: ChatTemplate | None = None
         self._wakers: WeakKeyDictionary[AbstractEventLoop, LoopWaker] = WeakKeyDictionary()
@@ -132,7 +133,7 @@ class Frontend:
         """
         self.tokenizer.token_bytes(0)  # raises if this tokenizer can't generate
         request = EngineRequest(
-            request_id=request_id or next(self._names),
+            request_id=request_id or f"{self._prefix}-{next(self._numbers)}",
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             eos_token_ids=self._eos_token_ids,
