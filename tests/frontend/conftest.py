@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from headrace.engine.build import SimulatedSpec
 from headrace.engine.config import SchedulerConfig
@@ -13,6 +14,9 @@ from headrace.frontend.frontend import Frontend
 from headrace.frontend.llm import LLM
 from headrace.frontend.tokenizer import Tokenizer
 from tests.frontend.byte_model import BOS, EOS, TEMPLATE, VOCAB, byte_backend
+settings.register_profile("headrace", deadline=None)  # a busy machine is no reason to fail
+settings.load_profile("headrace")
+
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Tokenizer:
