@@ -12,10 +12,11 @@ class BlockPool:
 
     __slots__ = ("_free", "num_blocks", "references")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, first: int = 0) -> None:
+        """``first``: the block to be taken first, so that groups differ and a mix-up of theirs shows."""
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = [(first + i) % num_blocks for i in range(num_blocks - 1, -1, -1)]
 
     @property
     def num_free(self) -> int:

@@ -37,7 +37,7 @@ class KVCache:
         prefix_caching: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
-        self.pools = tuple(BlockPool(num_blocks) for _ in range(num_groups))
+        self.pools = tuple(BlockPool(num_blocks, first=group) for group in range(num_groups))
         self.prefix_cache = PrefixCache()
         self.prefix_caching = prefix_caching
         shape = (max_sequences, blocks_for(max_model_len))
