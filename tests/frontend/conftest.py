@@ -14,6 +14,7 @@ from headrace.frontend.frontend import Frontend
 from headrace.frontend.llm import LLM
 from headrace.frontend.tokenizer import Tokenizer
 from tests.frontend.byte_model import BOS, EOS, TEMPLATE, VOCAB, byte_backend
+
 settings.register_profile("headrace", deadline=None)  # a busy machine is no reason to fail
 settings.load_profile("headrace")
 

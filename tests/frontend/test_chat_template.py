@@ -24,7 +24,7 @@ def render(source: str, messages: Any = USER, **variables: Any) -> str:
 def test_variables_and_functions_that_templates_expect() -> None:
     assert render("{{ bos_token }}{{ eos_token }}") == "<s></s>"
     assert render("{{ tools is none }} {{ add_generation_prompt }}") == "True True"
-    assert render("{{ thinking }}", thinking=False) == "False"
+    assert render("{{ thinking }}{{ self_ }}", thinking=False, self_=1, **{"self": 2}) == "False1"
     assert render("{{ tools[0].name }}", tools=[{"name": "f"}]) == "f"
     assert render("{{ {'b': 'é<', 'a': 1} | tojson }}") == '{"b": "é<", "a": 1}'
     assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
@@ -42,7 +42,9 @@ def test_loops_know_their_place() -> None:
     source = "{% for m in messages %}{{ loop.index0 }}/{{ loop.length }}{{ '!' if loop.last }} {% endfor %}"
     assert render(source, USER * 3) == "0/3 1/3 2/3! "
     assert render("{% for k, v in messages[0].items() %}{{ k }}{% endfor %}") == "rolecontent"
-    assert render("{% for m in messages if m.role == 'user' %}{{ loop.length }}{% endfor %}", USER * 2) == "22"
+    assert (
+        render("{% for m in messages if m.role == 'user' %}{{ loop.length }}{% endfor %}", USER * 2) == "22"
+    )
 
 
 def test_text_parts_are_joined() -> None:
@@ -147,7 +149,9 @@ def test_a_budget_is_for_one_rendering() -> None:
 
 def test_a_long_conversation_is_within_budget() -> None:
     messages = [{"role": "user", "content": "word " * 50}] * 2000
-    assert render("{% for m in messages %}{{ m.content | trim }}{% endfor %}", messages).count("word") == 100_000
+    assert (
+        render("{% for m in messages %}{{ m.content | trim }}{% endfor %}", messages).count("word") == 100_000
+    )
 
 
 def test_encode_chat_parses_control_tokens(frontend: Frontend) -> None:
@@ -158,5 +162,5 @@ def test_encode_chat_parses_control_tokens(frontend: Frontend) -> None:
 
 def test_a_base_model_refuses_chat_and_says_what_to_do(make_frontend: Any) -> None:
     base = make_frontend(tokenizer=Tokenizer(byte_backend()))
-    with pytest.raises(InvalidRequestError, match="no chat template.*completions"):
+    with pytest.raises(InvalidRequestError, match=r"no chat template.*completions"):
         base.encode_chat(USER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -24,7 +25,9 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 40, "seed": 7, "ignore_eos": True, **changes})
 
 
-async def collect(frontend: Frontend, settings: SamplingParams, prompt: list[int] = PROMPT) -> list[TextOutput]:
+async def collect(
+    frontend: Frontend, settings: SamplingParams, prompt: list[int] = PROMPT
+) -> list[TextOutput]:
     """One whole TextOutput per choice, after checking that each ended exactly once."""
     whole = [TextOutput(choice) for choice in range(settings.n)]
     async for outputs in frontend.stream(prompt, settings):
@@ -220,12 +223,10 @@ def test_a_full_queue_refuses_at_once(make_frontend: Callable[..., Frontend]) ->
     frontend = make_frontend(step_s=0.01, max_num_seqs=1, max_waiting=2)
 
     async def scenario() -> None:
-        streams = []
-        with pytest.raises(OverloadedError):
-            for _ in range(20):
-                streams.append(await frontend.start(PROMPT, params(max_tokens=100)))
-        for stream in streams:
-            await stream.aclose()
+        async with contextlib.AsyncExitStack() as streams:
+            with pytest.raises(OverloadedError):
+                for _ in range(20):
+                    await streams.enter_async_context(await frontend.start(PROMPT, params(max_tokens=100)))
 
     asyncio.run(scenario())
     wait_until_idle(frontend)
@@ -246,11 +247,13 @@ def test_closing_the_frontend_ends_streams(make_frontend: Callable[..., Frontend
 
 
 def test_a_closed_event_loop_does_not_keep_its_requests(make_frontend: Callable[..., Frontend]) -> None:
-    frontend = make_frontend(step_s=0.002)
+    frontend = make_frontend(step_s=0.01)
     loop = asyncio.new_event_loop()
     stream = loop.run_until_complete(frontend.start(PROMPT, params(max_tokens=None)))
+    time.sleep(0.05)  # so that the loop has been called, and is closed without having come to it
     loop.close()
     wait_until_idle(frontend)
+    assert frontend.client.stats().generation_tokens < 100
     del stream
 
 

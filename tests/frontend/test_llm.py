@@ -117,6 +117,8 @@ def test_stats_show_prefix_hits(llm: LLM) -> None:
     [
         (["good", ""], None, "prompt 1 of 2.*empty"),
         (["good", 5], None, "int"),
+        (5, None, "not 5"),
+        ("good", "greedy", "SamplingParams"),
         ([[1, 2]], None, "list"),
         ([{"prompt": "a", "prompt_token_ids": [1]}], None, "either"),
         ([{}], None, "either"),
@@ -221,6 +223,8 @@ def test_arguments_and_configs_add_up_and_configs_are_not_changed(tmp_path: Any)
     """Seen through the error for a model that is not there, which is the first thing looked for."""
     config = ModelConfig(max_model_len=100)
     before = dataclasses.asdict(config)
-    with pytest.raises(ModelNotFoundError, match="missing.gguf"):
-        LLM(str(tmp_path / "missing.gguf"), model_config=config, max_model_len=100, enable_prefix_caching=True)
+    with pytest.raises(ModelNotFoundError, match=r"missing\.gguf"):
+        LLM(
+            str(tmp_path / "missing.gguf"), model_config=config, max_model_len=100, enable_prefix_caching=True
+        )
     assert dataclasses.asdict(config) == before

@@ -43,9 +43,7 @@ def sentencepiece_model(
     proto = bytearray()
     for index, (text, score, kind) in enumerate(pieces):
         kind = UNKNOWN if index == unknown else kind
-        proto += message(
-            1, message(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind)
-        )
+        proto += message(1, message(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind))
     bpe, byte_fallback, no_token = number(3, 2), number(35, 1), (1 << 64) - 1
     ids = number(40, unknown) + b"".join(number(field, no_token) for field in (41, 42, 43))
     proto += message(2, bpe + number(4, len(pieces)) + byte_fallback + ids)
@@ -76,7 +74,9 @@ def test_gemma_encodes_as_sentencepiece_does(
     # A text's own U+2581 next to a space is read as a space by sentencepiece, as itself here.
     characters = st.characters(exclude_categories=["Cs"], exclude_characters="▁")
     pieces = st.sampled_from(normal).map(lambda piece: piece.replace("▁", " "))
-    words = st.sampled_from(["Hello", " world", "  ", "\n\n", "\t\t", "</table>", "日本", "🙂", " 123", "don't"])
+    words = st.sampled_from(
+        ["Hello", " world", "  ", "\n\n", "\t\t", "</table>", "日本", "🙂", " 123", "don't"]
+    )
 
     @settings(max_examples=300)
     @given(st.lists(st.text(characters, max_size=10) | pieces | words, max_size=12).map("".join))

@@ -37,9 +37,7 @@ def test_the_cut_of_the_text_does_not_matter(stops: list[str], pieces: list[str]
 
 
 @given(stop_lists, st.lists(words, max_size=8))
-def test_text_is_held_back_only_while_it_may_begin_a_stop_string(
-    stops: list[str], pieces: list[str]
-) -> None:
+def test_text_is_held_back_only_while_it_may_begin_a_stop_string(stops: list[str], pieces: list[str]) -> None:
     matcher, seen, shown = StopMatcher(stops), "", ""
     for piece in pieces:
         text, matched = matcher.push(piece)

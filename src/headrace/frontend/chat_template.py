@@ -40,6 +40,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,  # so that a variable may be called self
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -61,13 +62,10 @@ class ChatTemplate:
             return self._environment.render_within_budget(self._template, variables)
         except _RefusedError as error:
             raise InvalidRequestError(str(error), param="messages") from None
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever a template can provoke is the template's
+            why = str(error) or type(error).__name__
             raise InvalidRequestError(
-                f"The model's chat template does not work with these messages: {error}", param="messages"
-            ) from None
-        except (AttributeError, MemoryError, RecursionError) as error:
-            raise InvalidRequestError(
-                f"The model's chat template failed ({type(error).__name__}).", param="messages"
+                f"The model's chat template does not work with these messages: {why}", param="messages"
             ) from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import secrets
+import os
 import threading
 import time
 import warnings
@@ -42,7 +42,7 @@ class Frontend:
         self.model_name = model_name
         self.max_model_len = client.max_model_len
         self._eos_token_ids = [i for i in tokenizer.eos_token_ids if i < client.architecture.vocab_size]
-        self._prefix = secrets.token_hex(4)
+        self._prefix = os.urandom(4).hex()
         self._numbers = itertools.count()  # next() on it is atomic
         self._lock = threading.Lock()
         self._template: ChatTemplate | None = None
@@ -74,6 +74,7 @@ class Frontend:
 
     def render_chat(
         self,
+        /,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -90,6 +91,7 @@ class Frontend:
 
     def encode_chat(
         self,
+        /,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,

@@ -114,8 +114,11 @@ class LLM:
         wrong. If a sequence fails on the way the others finish first; then BatchError is raised, whose
         ``outputs`` hold everything.
         """
-        wrapped = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
-        return self._run(wrapped, self._prompt, sampling_params, use_tqdm)
+        if isinstance(prompts, (str, Mapping)):
+            prompts = [prompts]
+        elif not isinstance(prompts, Sequence):
+            raise InvalidRequestError(f"prompts must be a prompt or a list of them, not {prompts!r:.60}.")
+        return self._run(prompts, self._prompt, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -131,6 +134,8 @@ class LLM:
 
         Raises as :meth:`generate`, and InvalidRequestError for a model without a template.
         """
+        if not isinstance(messages, Sequence):
+            raise InvalidRequestError("messages must be a conversation or a list of them.", param="messages")
         one = not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if one else list(messages)
 
@@ -225,6 +230,8 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidRequestError("sampling_params must be a SamplingParams or a list of them.")
     if len(params) != count:
         raise InvalidRequestError(
             f"There are {count} prompts but {len(params)} sampling_params; give one for all, or one each."

@@ -24,12 +24,12 @@ class LoopWaker:
     def wake(self, request: TextRequest, event: asyncio.Event) -> None:
         """Any thread. If the loop is closed, nobody will ever read: the request is aborted."""
         self._ready.append((request, event))
-        if self._called:
-            return
-        self._called = True
         loop = self._loop()
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed
+        if loop is not None and not loop.is_closed():
+            if self._called:
+                return
+            self._called = True
+            with contextlib.suppress(RuntimeError):  # closed a moment ago
                 loop.call_soon_threadsafe(self._drain)
                 return
         while self._ready:

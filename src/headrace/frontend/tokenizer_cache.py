@@ -2,6 +2,7 @@
 
 Reading and converting a GGUF vocabulary costs far more than loading its tokenizer.json, so the converted
 files are kept in the cache folder under a key of the source file's identity and our conversion's version.
+What only a conversion needs is imported there: a start from the cache should cost nothing else.
 """
 
 from __future__ import annotations
@@ -9,14 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from headrace.frontend.gguf_tokenizer import convert
 from headrace.paths import cache_dir
 
 VERSION = 1
@@ -37,6 +35,7 @@ def convert_file(path: Path) -> dict[str, bytes]:
 
     Raises ModelFormatError if the file is no GGUF file or its tokenizer is broken or not supported.
     """
+    from headrace.frontend.gguf_tokenizer import convert
     from headrace.model.weights.gguf import GGUFFile
 
     converted = convert(GGUFFile(path).metadata)
@@ -52,6 +51,9 @@ def keep(files: dict[str, bytes], folder: Path) -> None:
 
     A cache that can't be written (full disk, read-only home) costs time, never the model.
     """
+    import shutil
+    import tempfile
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
