@@ -98,6 +98,66 @@ def test_a_template_that_does_not_compile() -> None:
         ChatTemplate("{% if %}")
 
 
+# The constructs that the templates of the common families use, in a template of our own.
+EVERYTHING = """{%- set state = namespace(last=-1, turns=0) %}
+{%- macro shown(tool, indent) -%}
+    {{- tool.function.name }}: {{ tool | tojson(indent=indent) }}
+{%- endmacro %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system, rest = messages[0].content | trim, messages[1:] %}
+{%- else %}
+    {%- set system, rest = 'none', messages %}
+{%- endif %}
+{{- bos_token ~ '<sys>' + system + '</sys>\\n' }}
+{%- if tools is not none and tools | length > 0 %}
+    {% for tool in tools %}
+{{ shown(tool, 4) }}
+    {% endfor %}
+{%- endif %}
+{%- for message in rest[::-1] if message.role == 'user' %}
+    {%- if state.last < 0 %}{% set state.last = (rest | length - 1) - loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in rest %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate') }}
+    {%- endif %}
+    {%- if message.content is string and message.content.startswith('#') %}{% continue %}{% endif %}
+    {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+    {{- '<%s>' % message.role + content.replace('a', 'b') | upper + (eos_token if loop.last else '') }}
+    {%- for call in message.tool_calls or [] %}
+        {%- for key, value in call.function.arguments.items() | sort %}
+{{ key }}={{ value if value is string else value | tojson }}{{ ', ' if not loop.last }}
+        {%- endfor %}
+    {%- endfor %}
+    {%- set state.turns = state.turns + 1 %}
+{%- endfor %}
+{{ state.turns }}/{{ rest | selectattr('role', 'equalto', 'user') | list | length }} {{ state.last }}
+{%- if add_generation_prompt %}
+<assistant>{% if thinking is defined and not thinking %}no{% endif %}
+{% endif %}
+"""
+
+
+@pytest.mark.parametrize("tools", [None, [{"function": {"name": "f", "x": ["é", 1, None]}}]])
+def test_rendered_as_transformers_does(tools: Any) -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    call = {"function": {"name": "f", "arguments": {"b": "text", "a": [1, {"c": "é"}]}}}
+    messages = [
+        {"role": "system", "content": "  be kind "},
+        {"role": "user", "content": "a question"},
+        {"role": "assistant", "content": "<think>hm</think>\n\nan answer", "tool_calls": [call]},
+        {"role": "user", "content": "# a comment"},
+        {"role": "assistant", "content": "last"},
+    ]
+    theirs = utils._compile_jinja_template(EVERYTHING)
+    for conversation in (messages, messages[1:], messages[:2]):
+        for variables in ({}, {"thinking": False}):
+            values = {"tools": tools, "add_generation_prompt": True, **variables}
+            assert render(EVERYTHING, conversation, **values) == theirs.render(
+                messages=conversation, bos_token="<s>", eos_token="</s>", **values
+            )
+
+
 DOUBLING = (
     "{{% set ns = namespace(x='aaaaaaaaaaaaaaaa') %}}"
     "{{% for i in range(60) %}}{{% set ns.x = ns.x {} ns.x %}}{{% endfor %}}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.errors import ModelFormatError
 from headrace.frontend.gguf_tokenizer import convert
@@ -56,6 +60,30 @@ def small(**changes: Any) -> dict[str, Any]:
 def test_broken_metadata(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelFormatError, match=says):
         convert(small(**changes))
+
+
+anything = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-1, 7),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.text(max_size=3), max_size=6),
+    st.lists(st.integers(-1, 7), min_size=6, max_size=6).map(lambda numbers: np.array(numbers, np.int32)),
+    st.lists(st.sampled_from(["a", "b", "ab", "<eos>", "▁", ""]), min_size=6, max_size=6),
+    st.binary(max_size=3),
+)
+KEYS = ("model", "pre", "tokens", "token_type", "merges", "scores", "eos_token_id", "bos_token_id")
+KEYS += ("unknown_token_id", "eot_token_id", "add_bos_token", "add_space_prefix")
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), anything, max_size=3), st.booleans())
+def test_any_metadata_makes_a_tokenizer_or_a_clear_error(changes: dict[str, Any], spm: bool) -> None:
+    base = {"model": "llama", "scores": np.arange(6.0)} if spm else {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(ModelFormatError):
+        tokenizer = build(small(**(base | changes)), Path(folder))
+        tokenizer.encode("ab <eos> é")
+        tokenizer.decode(range(8))
 
 
 def test_a_template_that_is_no_text() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +78,20 @@ def test_an_engine_in_a_process_says_the_same(llm: LLM, smollm2_path: Path) -> N
         assert asyncio.run(read()) == (expected.text, expected.token_ids)
     finally:
         frontend.close()
+
+
+def test_a_program_that_never_closes_its_llm_ends_cleanly(smollm2_path: Path) -> None:
+    """The engine's thread used to survive until the interpreter was gone, and the bindings complained."""
+    program = (
+        "from headrace import LLM, SamplingParams; llm = LLM('smollm2-135m');"
+        f"print(llm.generate([{PROMPT!r}], SamplingParams(max_tokens=4, temperature=0))[0].outputs[0].text);"
+        "llm.frontend.submit([1], SamplingParams(max_tokens=None, ignore_eos=True), lambda request: None)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "Paris" in run.stdout
 
 
 def test_swap_space_is_not_silently_ignored(tmp_path: Path) -> None:

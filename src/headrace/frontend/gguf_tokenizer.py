@@ -47,7 +47,7 @@ def convert(metadata: Mapping[str, Any]) -> ConvertedTokenizer:
     """
     tokens = _strings(metadata, "tokens")
     kinds = _numbers(metadata, "token_type", len(tokens), default=_NORMAL)
-    kind_name = metadata.get("tokenizer.ggml.model")
+    kind_name = _text(metadata, "model")
     bos, eos = (_token_id(metadata, key, len(tokens)) for key in ("bos_token_id", "eos_token_id"))
     if kind_name == "gpt2":
         parts = _byte_level_parts(metadata, tokens)
@@ -131,14 +131,14 @@ def _byte_level_parts(metadata: Mapping[str, Any], tokens: list[str]) -> dict[st
     for merge in merges:
         if merge.count(" ") != 1:
             raise ModelFormatError(f"tokenizer.ggml.merges holds {merge!r}, which is not a pair of tokens.")
-    name = metadata.get("tokenizer.ggml.pre")
-    normalizer = None
+    name = _text(metadata, "pre")
+    normalizer, whole_words = None, False
     if name == "gpt-2":
         steps = [_byte_level(use_regex=True)]
     elif name == "smollm":
         steps = [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)]
     elif name in ("llama-bpe", "llama3", "llama-v3"):
-        steps = [_split(_LLAMA3_WORDS), _byte_level(use_regex=False)]
+        steps, whole_words = [_split(_LLAMA3_WORDS), _byte_level(use_regex=False)], True
     elif name == "qwen2":
         normalizer = {"type": "NFC"}
         steps = [_split(_QWEN2_WORDS), _byte_level(use_regex=False)]
@@ -151,7 +151,7 @@ def _byte_level_parts(metadata: Mapping[str, Any], tokens: list[str]) -> dict[st
         "normalizer": normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": _byte_level(use_regex=True),
-        "model": _bpe(tokens, merges, ignore_merges=name.startswith("llama")),
+        "model": _bpe(tokens, merges, ignore_merges=whole_words),
     }
 
 
@@ -264,6 +264,13 @@ def _end_ids(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int], e
     ids = {index for index in (eos, *named) if index is not None}
     ids.update(i for i, token in enumerate(tokens) if token in _END_OF_TURN and kinds[i] == _CONTROL)
     return sorted(ids)
+
+
+def _text(metadata: Mapping[str, Any], key: str) -> str | None:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if value is not None and not isinstance(value, str):
+        raise ModelFormatError(f"tokenizer.ggml.{key} in the GGUF file is not a string.")
+    return value
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -85,6 +86,7 @@ class LLM:
             dataclasses.replace(self.scheduler_config, max_queue_time_s=_NO_QUEUE_LIMIT_S),
             progress=progress,
         )
+        self._close_at_the_end()
 
     @classmethod
     def from_frontend(cls, frontend: Frontend, scheduler_config: SchedulerConfig | None = None) -> Self:
@@ -94,6 +96,7 @@ class LLM:
         llm.cache_config = CacheConfig()
         llm.scheduler_config = scheduler_config or SchedulerConfig()
         llm._frontend = frontend
+        llm._close_at_the_end()
         return llm
 
     @property
@@ -165,6 +168,10 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _close_at_the_end(self) -> None:
+        """Close when this object goes or the program ends: no engine may outlive the interpreter."""
+        weakref.finalize(self, self._frontend.close)
 
     def _run(
         self,
