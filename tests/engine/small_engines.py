@@ -44,7 +44,9 @@ def tokens(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
 
 
-def request(name: str, prompt: list[int], *, priority: int = 0, salt: str = "", **params: Any) -> EngineRequest:
+def request(
+    name: str, prompt: list[int], *, priority: int = 0, salt: str = "", **params: Any
+) -> EngineRequest:
     """A request with a seed of its own unless ``params`` says otherwise."""
     params.setdefault("seed", sum(name.encode()))
     return EngineRequest(

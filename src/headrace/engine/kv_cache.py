@@ -234,33 +234,31 @@ class KVCache:
             if parent in place:
                 _prove(block in place and place[block] < place[parent], "a parent would go before its child")
         _prove(cache.announced_rows() <= set(self._sequences), "a block is announced by nobody")
+        held = np.array(self._num_held)
+        _prove(
+            set(np.flatnonzero(held).tolist()) <= set(self._sequences),
+            "a row without a sequence holds blocks",
+        )
         for group, (pool, table) in enumerate(zip(self.pools, self._tables, strict=True)):
             where = f"KV group {group}: "
-            referred: Counter[int] = Counter()
-            for row, held in enumerate(self._num_held):
+            own = np.arange(table.shape[1]) < held[:, None]
+            _prove(not table[~own].any(), where + "a table has stale blocks")
+            for row in self._sequences:
+                prefix = [block.blocks[group] for block in self._cached[row]]
                 _prove(
-                    held == 0 or row in self._sequences, where + f"row {row} holds blocks without a sequence"
+                    table[row, : len(prefix)].tolist() == prefix, where + f"row {row} strayed from its prefix"
                 )
-                _prove(bool((table[row, held:] == 0).all()), where + f"row {row} has stale blocks")
-                referred.update(table[row, :held].tolist())
-                for index, block in enumerate(self._cached[row]):
-                    _prove(
-                        table[row, index] == block.blocks[group], where + f"row {row} strayed from its prefix"
-                    )
-            _prove(
-                all(pool.references[b] == referred[b] for b in range(pool.num_blocks)),
-                where + "reference counts differ from the tables'",
-            )
-            free, used = pool.free_blocks(), set(referred)
-            held_by_cache = [block.blocks[group] for block in blocks]
-            cached_only = set(held_by_cache) - used
+            references = np.bincount(table[own], minlength=pool.num_blocks)
+            _prove(references.tolist() == pool.references, where + "reference counts differ from the tables'")
+            free, used = pool.free_blocks(), set(np.flatnonzero(references).tolist())
+            known = [block.blocks[group] for block in blocks]
+            cached = set(known) - used
             _prove(len(set(free)) == len(free), where + "a block is free twice")
-            _prove(len(set(held_by_cache)) == len(held_by_cache), where + "a block is cached twice")
-            _prove(not set(free) & (used | cached_only), where + "a block is free and in use")
+            _prove(len(set(known)) == len(known), where + "a block is cached twice")
+            _prove(not set(free) & (used | cached), where + "a block is free and in use")
             _prove(
-                len(free) + len(cached_only) + len(used) == pool.num_blocks,
-                where
-                + f"{len(free)} free + {len(cached_only)} cached + {len(used)} used != {pool.num_blocks}",
+                len(free) + len(cached) + len(used) == pool.num_blocks,
+                where + f"{len(free)} free + {len(cached)} cached + {len(used)} used != {pool.num_blocks}",
             )
 
 

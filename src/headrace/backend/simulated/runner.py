@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, Int32, StepResult
+from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, StepResult
 from headrace.backend.runner import Capabilities, RunnerSettings
 from headrace.backend.sampling import sample
 from headrace.model.architecture import Architecture, AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
@@ -113,7 +113,9 @@ class SimulatedRunner:
         state = np.uint64(0)
         for group, window in enumerate(self._windows):
             first = 0 if window is None else max(0, position - window + 1)
-            tokens, _ = self._read(batch, group, sequence, first, position + 1)
+            logical = np.arange(first, position + 1)
+            blocks = batch.block_tables[group][sequence, logical // BLOCK_SIZE]
+            tokens = self._slot_tokens[group][blocks * BLOCK_SIZE + logical % BLOCK_SIZE]
             terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[first : position + 1]
             state = _mix(np.array([np.add.reduce(terms)]) + state + np.uint64(group))[0]
         bits = _mix(self._vocabulary + state) >> np.uint64(40)
@@ -122,63 +124,57 @@ class SimulatedRunner:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _read(self, batch: Batch, group: int, sequence: int, first: int, stop: int) -> tuple[Int32, Int32]:
-        """Tokens and positions found at logical positions ``first:stop`` of a sequence."""
-        logical = np.arange(first, stop)
-        slots = batch.block_tables[group][sequence, logical // BLOCK_SIZE] * BLOCK_SIZE + logical % BLOCK_SIZE
-        return self._slot_tokens[group][slots], self._slot_positions[group][slots]
-
     def _check_shapes(self, batch: Batch) -> None:
         n, r, m = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
-        _require(0 < n <= self._settings.max_batch_tokens, f"{n} tokens in a step")
-        _require(0 < r <= self._settings.max_sequences and m <= r, f"{r} sequences, {m} logit rows")
-        starts = batch.query_start
+        starts, limits = batch.query_start, self._settings
+        _require(0 < n <= limits.max_batch_tokens, f"{n} tokens in a step")
+        _require(0 < r <= limits.max_sequences and m <= r, f"{r} sequences, {m} logit rows")
         _require(len(starts) == r + 1 and starts[0] == 0 and starts[-1] == n, "query_start")
-        _require(bool((np.diff(starts) > 0).all()), "a sequence without tokens")
+        counts = starts[1:] - starts[:-1]
+        _require(counts.min() > 0, "a sequence without tokens")
         _require(
-            bool(((batch.token_ids >= 0) & (batch.token_ids < self.architecture.vocab_size)).all()), "ids"
+            batch.token_ids.min() >= 0 and batch.token_ids.max() < self.architecture.vocab_size, "a token id"
         )
-        counts = np.diff(starts)
-        expected = np.arange(n) - np.repeat(starts[1:], counts) + np.repeat(batch.context_len, counts)
-        _require(np.array_equal(batch.positions, expected), "positions and context_len disagree")
-        _require(
-            bool((batch.context_len <= self._settings.max_model_len).all()), "a context beyond max_model_len"
-        )
+        expected = np.arange(n) + np.repeat(batch.context_len - starts[1:], counts)
+        _require(bool((batch.positions == expected).all()), "positions and context_len disagree")
+        _require(batch.context_len.max() <= limits.max_model_len, "a context beyond max_model_len")
         _require(len(batch.slot_mapping) == len(batch.block_tables) == len(self._windows), "KV groups")
-        table = batch.sampling
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position", "num_logprobs"):
-            _require(len(getattr(table, name)) == m, f"sampling.{name}")
-        _require(bool((table.position == batch.positions[batch.logit_rows] + 1).all()), "sampling.position")
-        arrays = [batch.token_ids, batch.positions, starts, batch.context_len, batch.logit_rows]
+        next_positions = batch.positions[batch.logit_rows] + 1
+        _require(batch.sampling.position.tolist() == next_positions.tolist(), "sampling.position")
+        arrays = (batch.token_ids, batch.positions, starts, batch.context_len, batch.logit_rows)
         for array in (*arrays, *batch.slot_mapping, *batch.block_tables):
             _require(
                 array.dtype == np.int32 and array.flags.c_contiguous, "an array that is not contiguous int32"
             )
 
     def _check_slots(self, batch: Batch, group: int) -> None:
-        counts = np.diff(batch.query_start)
-        owner = np.repeat(np.arange(len(counts)), counts)
+        owner = np.repeat(np.arange(len(batch.context_len)), batch.query_start[1:] - batch.query_start[:-1])
         tables, slots = batch.block_tables[group], batch.slot_mapping[group]
         _require(
             tables.min() >= 0 and tables.max() < self._settings.num_blocks, "a block outside of the pool"
         )
         expected = tables[owner, batch.positions // BLOCK_SIZE] * BLOCK_SIZE + batch.positions % BLOCK_SIZE
-        _require(np.array_equal(slots, expected), "slot_mapping and block_tables disagree")
+        _require(bool((slots == expected).all()), "slot_mapping and block_tables disagree")
         # A block that is written in this step must belong to its writer alone.
         held = np.arange(tables.shape[1]) * BLOCK_SIZE < batch.context_len[:, None]
-        holders = np.bincount(tables[held], minlength=self._settings.num_blocks)
-        _require(bool((holders[slots // BLOCK_SIZE] == 1).all()), "a shared block is written")
+        holders = np.bincount(tables[held])
+        _require(holders[slots // BLOCK_SIZE].max() == 1, "a shared block is written")
 
     def _check_contexts(self, batch: Batch) -> None:
-        counts = np.diff(batch.query_start).tolist()
+        """Every query finds at each position that it sees a token that was written for that position."""
+        first_queries = batch.positions[batch.query_start[:-1]]
+        width = int(batch.context_len.max())
+        logical = np.arange(width, dtype=np.int32)
         for group, window in enumerate(self._windows):
-            for sequence, (stop, count) in enumerate(zip(batch.context_len.tolist(), counts, strict=True)):
-                first = 0 if window is None else max(0, stop - count - window + 1)
-                _, positions = self._read(batch, group, sequence, first, stop)
-                _require(
-                    np.array_equal(positions, np.arange(first, stop)),
-                    f"group {group}: {stop} tokens of sequence {sequence} are at {positions.tolist()}",
-                )
+            slots = batch.block_tables[group][:, logical // BLOCK_SIZE] * BLOCK_SIZE + logical % BLOCK_SIZE
+            wrong = self._slot_positions[group][slots] != logical
+            wrong &= logical < batch.context_len[:, None]
+            if window is not None:
+                wrong &= logical > (first_queries - window)[:, None]
+            _require(
+                not wrong.any(),
+                f"group {group}: wrong positions at (sequence, position) {np.argwhere(wrong)}",
+            )
 
 
 def _mix(x: UInt64) -> UInt64:
