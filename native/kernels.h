@@ -31,13 +31,20 @@ struct WeightFormat {
   }
 };
 
-// Quantised activations, one row: int8 q[K], float scale[K/32], float scaled_sum[K/32], int32 sum[K/16].
-// K is padded to a multiple of 32 with zeros.
+// Quantised activations, one row: int8 q[K], int8 fine[K], float scale[K/32], float scaled_sum[K/32], int32 sum[K/16],
+// uint8 wide[K/32]. K is padded to a multiple of 32 with zeros.
+//
+// A group's value is scale * q. The few groups whose step would dominate the row's rounding error (outlier channels) are
+// wide: scale * (kWide * q + fine), sixteen bits in two bytes; `fine` is written and read only there. Sums are those of
+// the whole integer.
 struct QuantRow {
-  static size_t scale_offset(int k) { return static_cast<size_t>(k); }
+  static constexpr int kWide = 254;
+  static size_t fine_offset(int k) { return static_cast<size_t>(k); }
+  static size_t scale_offset(int k) { return 2 * static_cast<size_t>(k); }
   static size_t scaled_sum_offset(int k) { return scale_offset(k) + static_cast<size_t>(k) / 8; }
   static size_t sum_offset(int k) { return scaled_sum_offset(k) + static_cast<size_t>(k) / 8; }
-  static size_t bytes(int k) { return (sum_offset(k) + static_cast<size_t>(k) / 4 + 63) / 64 * 64; }
+  static size_t wide_offset(int k) { return sum_offset(k) + static_cast<size_t>(k) / 4; }
+  static size_t bytes(int k) { return (wide_offset(k) + static_cast<size_t>(k) / 32 + 63) / 64 * 64; }
 };
 
 struct MatmulArgs {

@@ -9,6 +9,8 @@ namespace headrace {
 namespace HR_ISA {
 namespace {
 
+static_assert(QuantRow::kWide == 254, "times_254 below");
+
 HR_INLINE Vec load_scales(const uint8_t* p, int row, bool f32) {
   return f32 ? load(reinterpret_cast<const float*>(p) + 16 * row)
              : load_f16(reinterpret_cast<const uint16_t*>(p) + 16 * row);
@@ -52,6 +54,8 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
   const size_t scale_at = QuantRow::scale_offset(a.k);
   const size_t scaled_sum_at = QuantRow::scaled_sum_offset(a.k);
   const size_t sum_at = QuantRow::sum_offset(a.k);
+  const size_t fine_at = QuantRow::fine_offset(a.k);
+  const size_t wide_at = QuantRow::wide_offset(a.k);
   const int32_t zero_point = a.format.zero_point;
   for (int g = 0; g < groups; ++g, w += kTile) {
     if constexpr (MR <= 4) {
@@ -75,9 +79,15 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
         const float* scales = reinterpret_cast<const float*>(x[r] + scale_at);
         const int32_t* sums = reinterpret_cast<const int32_t*>(x[r] + sum_at) + g * 2;
         const int32_t sum = kParts == 1 ? sums[0] + sums[1] : sums[part];
-        IVec dot = Min ? izero() : iset1(-zero_point * sum);
+        IVec dot = izero();
         for (int j = part * kRegisters; j < (part + 1) * kRegisters; ++j)
           dot = Bits == 4 ? dot_u4(dot, codes[j], q + 4 * j) : dot_u8(dot, codes[j], q + 4 * j);
+        if (x[r][wide_at + g]) {
+          dot = times_254(dot);
+          for (int j = part * kRegisters; j < (part + 1) * kRegisters; ++j)
+            dot = Bits == 4 ? dot_u4(dot, codes[j], q + fine_at + 4 * j) : dot_u8(dot, codes[j], q + fine_at + 4 * j);
+        }
+        if constexpr (!Min) dot = add(dot, iset1(-zero_point * sum));
         acc[r] = fma(mul(to_float(dot), scale), set1(scales[g]), acc[r]);
         if constexpr (Min) {
           const float scaled_sum = kParts == 1 ? reinterpret_cast<const float*>(x[r] + scaled_sum_at)[g]

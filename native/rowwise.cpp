@@ -6,38 +6,59 @@ namespace headrace {
 namespace HR_ISA {
 namespace {
 
-// One row to int8 per group of 32 (scale = max|x| / 127, round to nearest even), with the sums that zero points and
+// A group is wide when its squared step is over kWideShare times the mean over the row's groups.
+constexpr float kWideShare = 2.0f;
+
+HR_INLINE int32_t sum_bytes(const int8_t* q) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += q[i];
+  return sum;
+}
+
+// One row to int8 per group of 32 (step = max|x| / 127, round to nearest even), with the sums that zero points and
 // minimums need. A non-finite input makes the group's scale NaN, so that it is seen in the logits and not hidden.
 HR_INLINE void quantise_row(const float* x, int width, uint8_t* out) {
-  const int padded = (width + 31) / 32 * 32;
+  const int padded = (width + 31) / 32 * 32, groups = padded / 32;
   int8_t* q = reinterpret_cast<int8_t*>(out);
+  int8_t* fine = q + QuantRow::fine_offset(padded);
   float* scales = reinterpret_cast<float*>(out + QuantRow::scale_offset(padded));
   float* scaled_sums = reinterpret_cast<float*>(out + QuantRow::scaled_sum_offset(padded));
   int32_t* sums = reinterpret_cast<int32_t*>(out + QuantRow::sum_offset(padded));
-  for (int base = 0; base < padded; base += 32) {
-    float tail[32];
-    const float* p = x + base;
-    if (base + 32 > width) {
-      for (int i = 0; i < 32; ++i) tail[i] = base + i < width ? x[base + i] : 0.0f;
-      p = tail;
-    }
-    const Vec a = load(p), b = load(p + 16);
-    const float largest = reduce_max(max(abs(a), abs(b)));
+  uint8_t* wide = out + QuantRow::wide_offset(padded);
+  float tail[32] = {};
+  for (int i = 0; i < width % 32; ++i) tail[i] = x[width / 32 * 32 + i];
+  const auto group = [&](int g) { return 32 * g + 32 <= width ? x + 32 * g : tail; };
+  float squares = 0.0f;
+  for (int g = 0; g < groups; ++g) {
+    const Vec a = load(group(g)), b = load(group(g) + 16);
+    scales[g] = reduce_max(max(abs(a), abs(b)));
+    squares += scales[g] * scales[g];
+  }
+  const float limit = kWideShare * squares / static_cast<float>(groups);
+  for (int g = 0; g < groups; ++g) {
+    const Vec a = load(group(g)), b = load(group(g) + 16);
+    const float largest = scales[g];
     const float poison = reduce_add(add(sub(a, a), sub(b, b)));  // 0, or NaN
-    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    const IVec qa = round_to_int(mul(a, set1(inverse))), qb = round_to_int(mul(b, set1(inverse)));
-    store_s8(q + base, qa);
-    store_s8(q + base + 16, qb);
-    int32_t first = 0, second = 0;
-    for (int i = 0; i < 16; ++i) {
-      first += q[base + i];
-      second += q[base + 16 + i];
+    const Vec inverse = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+    const Vec ya = mul(a, inverse), yb = mul(b, inverse);
+    const IVec qa = round_to_int(ya), qb = round_to_int(yb);
+    store_s8(q + 32 * g, qa);
+    store_s8(q + 32 * g + 16, qb);
+    int32_t first = sum_bytes(q + 32 * g), second = sum_bytes(q + 32 * g + 16);
+    float scale = largest / 127.0f + poison;
+    wide[g] = largest * largest > limit;
+    if (wide[g]) {
+      const Vec steps = set1(static_cast<float>(QuantRow::kWide));
+      store_s8(fine + 32 * g, round_to_int(mul(sub(ya, to_float(qa)), steps)));
+      store_s8(fine + 32 * g + 16, round_to_int(mul(sub(yb, to_float(qb)), steps)));
+      first = QuantRow::kWide * first + sum_bytes(fine + 32 * g);
+      second = QuantRow::kWide * second + sum_bytes(fine + 32 * g + 16);
+      scale /= static_cast<float>(QuantRow::kWide);
     }
-    const float scale = largest / 127.0f + poison;
-    scales[base / 32] = scale;
-    sums[base / 16] = first;
-    sums[base / 16 + 1] = second;
-    scaled_sums[base / 32] = scale * static_cast<float>(first + second);
+    scales[g] = scale;
+    sums[2 * g] = first;
+    sums[2 * g + 1] = second;
+    scaled_sums[g] = scale * static_cast<float>(first + second);
   }
 }
 

@@ -62,6 +62,10 @@ HR_INLINE Vec load_bf16(const uint16_t* p) {
 }
 HR_INLINE IVec izero() { return {_mm512_setzero_si512()}; }
 HR_INLINE IVec iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+HR_INLINE IVec add(IVec a, IVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
+HR_INLINE IVec times_254(IVec a) {  // 256 a - 2 a
+  return {_mm512_sub_epi32(_mm512_slli_epi32(a.v, 8), _mm512_add_epi32(a.v, a.v))};
+}
 HR_INLINE Vec to_float(IVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
 HR_INLINE IVec round_to_int(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }
 HR_INLINE Vec scale_by_power_of_two(Vec a, IVec n) {
@@ -141,6 +145,11 @@ HR_INLINE __m256 expand_bf16(const uint16_t* p) {
 HR_INLINE Vec load_bf16(const uint16_t* p) { return {expand_bf16(p), expand_bf16(p + 8)}; }
 HR_INLINE IVec izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 HR_INLINE IVec iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+HR_INLINE IVec add(IVec a, IVec b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+HR_INLINE IVec times_254(IVec a) {
+  return {_mm256_sub_epi32(_mm256_slli_epi32(a.lo, 8), _mm256_add_epi32(a.lo, a.lo)),
+          _mm256_sub_epi32(_mm256_slli_epi32(a.hi, 8), _mm256_add_epi32(a.hi, a.hi))};
+}
 HR_INLINE Vec to_float(IVec a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 HR_INLINE IVec round_to_int(Vec a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
 HR_INLINE Vec scale_by_power_of_two(Vec a, IVec n) {
@@ -294,6 +303,14 @@ HR_INLINE IVec iset1(int32_t x) {
   return r;
 }
 HR_INLINE IVec izero() { return iset1(0); }
+HR_INLINE IVec add(IVec a, IVec b) {
+  HR_LANES a.v[i] += b.v[i];
+  return a;
+}
+HR_INLINE IVec times_254(IVec a) {
+  HR_LANES a.v[i] *= 254;
+  return a;
+}
 HR_INLINE Vec to_float(IVec a) {
   Vec r;
   HR_LANES r.v[i] = static_cast<float>(a.v[i]);
