@@ -1,4 +1,4 @@
-// Sampling one row of logits: bias, penalties, mask, temperature, min-p, top-k, top-p, then one Philox uniform.
+// Sampling one row of logits: bias, penalties, mask, temperature, min-p, top-k, top-p, then one uniform.
 //
 // Weights come from one vector exp, and their sums are in double, in sixteen lanes over blocks at fixed
 // places: a row's token depends on that row alone. Templates of the standard library are instantiated with
