@@ -1,4 +1,5 @@
-// What the sampler needs of the sixteen lanes beyond simd.h: which lanes pass a comparison, and sums in double.
+// What the sampler needs of the sixteen lanes beyond simd.h: which lanes pass a comparison, and sums in
+// double.
 #pragma once
 
 #include "simd.h"

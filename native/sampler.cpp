@@ -1,8 +1,8 @@
-// Sampling one row of logits: bias, penalties, mask, temperature, min-p, top-k, top-p, and one uniform of Philox.
+// Sampling one row of logits: bias, penalties, mask, temperature, min-p, top-k, top-p, then one uniform.
 //
-// Weights come from one vector exp, and their sums are in double, in sixteen lanes over blocks at fixed places: a row's
-// token depends on that row alone. Templates of the standard library are instantiated with local types only: an
-// instance shared between ISA paths could be the one that was compiled for a newer CPU.
+// Weights come from one vector exp, and their sums are in double, in sixteen lanes over blocks at fixed
+// places: a row's token depends on that row alone. Templates of the standard library are instantiated with
+// local types only: an instance shared between ISA paths could be the one that was compiled for a newer CPU.
 #include "sampler.h"
 
 #include <algorithm>
@@ -94,7 +94,8 @@ int32_t first_at(const float* logits, int vocab, const float* maxima, float valu
 
 // weights = exp((logit - largest) * inverse), 0 where the exponent is below `floor`; `sums` gets the
 // weights' sum of each block. Returns their total.
-double weigh(const float* logits, int n, float largest, float inverse, float floor, float* weights, double* sums) {
+double weigh(const float* logits, int n, float largest, float inverse, float floor, float* weights,
+             double* sums) {
   const Vec top = set1(largest), factor = set1(inverse), least = set1(floor);
   double all = 0.0;
   for (int block = 0; block < blocks_of(n); ++block) {
@@ -126,7 +127,8 @@ double sum_weights(const float* weights, int n, double* sums) {
   return all;
 }
 
-// The first index whose cumulative weight exceeds `target`; the last one with a weight, when rounding leaves none.
+// The first index whose cumulative weight exceeds `target`; the last one with a weight, when rounding leaves
+// none.
 int pick(const float* weights, int n, const double* sums, double target) {
   double before = 0.0;
   int block = 0, last_block = 0;
@@ -155,9 +157,11 @@ bool all_inside(const int32_t* ids, int n, int vocab) {
   return true;
 }
 
-// Bias, penalties and mask, in place. False when an id is outside the vocabulary or a logit is no longer below +inf.
+// Bias, penalties and mask, in place. False when an id is outside the vocabulary or a logit is no longer
+// below +inf.
 bool process(float* logits, int vocab, const SamplingRow& row, float* saved) {
-  if (!all_inside(row.bias_ids, row.bias_n, vocab) || !all_inside(row.seen_ids, row.seen_n, vocab)) return false;
+  if (!all_inside(row.bias_ids, row.bias_n, vocab) || !all_inside(row.seen_ids, row.seen_n, vocab))
+    return false;
   for (int i = 0; i < row.bias_n; ++i) saved[row.bias_ids[i]] = logits[row.bias_ids[i]];
   for (int i = 0; i < row.seen_n; ++i) saved[row.seen_ids[i]] = logits[row.seen_ids[i]];
 
@@ -211,16 +215,19 @@ uint32_t bits_of(float x) {
   return bits;
 }
 
-// Sets to 0 the weights beyond the shortest head of the logits' order that holds `share` (above 0, below 1) of `all`,
-// the weights' sum. Returns the sum of what is left.
-double cut_by_mass(const float* logits, float* weights, int n, double share, double all, const Workspace& space) {
+// Sets to 0 the weights beyond the shortest head of the logits' order that holds `share` (above 0, below 1)
+// of `all`, the weights' sum. Returns the sum of what is left.
+double cut_by_mass(const float* logits, float* weights, int n, double share, double all,
+                   const Workspace& space) {
   const double target = share * all;
-  // Bisects for the weight at the cut while many might be near it. Positive floats order as their bits do. Weights below
-  // (1 - share) / n of all are together less than what may be left out (0.99 covers rounding): a lower end to start from.
+  // Bisects for the weight at the cut while many might be near it. Positive floats order as their bits do.
+  // Weights below (1 - share) / n of all are together less than what may be left out (0.99 covers rounding):
+  // a lower end to start from.
   uint32_t low = bits_of(std::fmax(static_cast<float>(0.99 * (1.0 - share) * all / n), FLT_MIN));
   uint32_t high = bits_of(2.0f);
   double held = all, ahead = 0.0;  // by the weights of at least `low` and `high`
-  for (int pass = 0; pass < 8 && high - low > 1 && held - ahead > 1024.0 * static_cast<double>(float_of(low)); ++pass) {
+  for (int pass = 0; pass < 8 && high - low > 1 && held - ahead > 1024.0 * static_cast<double>(float_of(low));
+       ++pass) {
     const uint32_t middle = low + (high - low) / 2;
     const double mass = mass_at_least(weights, n, float_of(middle));
     if (mass < target) {
@@ -260,13 +267,16 @@ struct Choice {
 Choice draw(float* logits, int vocab, float largest_logit, const SamplingRow& row, const Workspace& space) {
   // Within these bounds no product below is infinity times zero.
   const float inverse = 1.0f / std::fmin(std::fmax(row.temperature, 1e-30f), 1e30f);
-  const float floor =
-      row.min_p > 0.0f ? static_cast<float>(std::fmin(0.0, std::log(static_cast<double>(row.min_p)))) : -INFINITY;
+  const float floor = row.min_p > 0.0f
+                          ? static_cast<float>(std::fmin(0.0, std::log(static_cast<double>(row.min_p))))
+                          : -INFINITY;
   const bool by_count = row.top_k > 0 && row.top_k < vocab;
   int n = vocab;
   if (by_count) {
-    n = largest(logits, vocab, row.top_k, space.maxima, blocks_of(vocab) * kLanes, space.ids, space.pool, space.bins);
-    for (int j = 0; j < n; ++j) logits[j] = logits[space.ids[j]];  // ids ascend: none is overwritten before it is read
+    n = largest(logits, vocab, row.top_k, space.maxima, blocks_of(vocab) * kLanes, space.ids, space.pool,
+                space.bins);
+    for (int j = 0; j < n; ++j)
+      logits[j] = logits[space.ids[j]];  // ids ascend: none is overwritten before it is read
   }
   double all = weigh(logits, n, largest_logit, inverse, floor, space.weights, space.sums);
   if (row.top_p < 1.0f) {
@@ -279,19 +289,21 @@ Choice draw(float* logits, int vocab, float largest_logit, const SamplingRow& ro
 }
 
 // log of the sum of exp of the raw logits, less the largest of them; and the row's top logprobs.
-double raw_logprobs(const float* logits, int vocab, float largest_logit, const SamplingRow& row, const Workspace& space,
-                    SampledRow* out) {
-  const double log_sum = std::log(weigh(logits, vocab, largest_logit, 1.0f, -INFINITY, space.weights, space.sums));
+double raw_logprobs(const float* logits, int vocab, float largest_logit, const SamplingRow& row,
+                    const Workspace& space, SampledRow* out) {
+  const double log_sum =
+      std::log(weigh(logits, vocab, largest_logit, 1.0f, -INFINITY, space.weights, space.sums));
   if (row.num_logprobs > 0) {
     int32_t* ids = space.ids;
-    const int n =
-        largest(logits, vocab, row.num_logprobs, space.maxima, blocks_of(vocab) * kLanes, ids, space.pool, space.bins);
+    const int n = largest(logits, vocab, row.num_logprobs, space.maxima, blocks_of(vocab) * kLanes, ids,
+                          space.pool, space.bins);
     std::sort(ids, ids + n, [logits](int32_t a, int32_t b) {
       return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
     });
     for (int j = 0; j < n; ++j) {
       out->top_ids[j] = ids[j];
-      out->top_logprobs[j] = static_cast<float>(static_cast<double>(logits[ids[j]]) - largest_logit - log_sum);
+      out->top_logprobs[j] =
+          static_cast<float>(static_cast<double>(logits[ids[j]]) - largest_logit - log_sum);
     }
   }
   return log_sum;

@@ -24,8 +24,9 @@ const T* sampling_column(const nanobind::object& table, const char* name, size_t
   return column.data();
 }
 
-// Views into the table's arrays, which must outlive them. Throws std::invalid_argument where lengths, offsets or mask
-// rows do not fit `rows` rows of `vocab` logits. (Ids outside the vocabulary fail their row when it is sampled.)
+// Views into the table's arrays, which must outlive them. Throws std::invalid_argument where lengths, offsets
+// or mask rows do not fit `rows` rows of `vocab` logits. (Ids outside the vocabulary fail their row when it
+// is sampled.)
 inline SamplingArrays sampling_arrays(const nanobind::object& table, size_t rows, size_t vocab) {
   SamplingArrays s{};
   s.temperature = sampling_column<float>(table, "temperature", rows);
@@ -46,7 +47,8 @@ inline SamplingArrays sampling_arrays(const nanobind::object& table, size_t rows
   const auto entries = [rows](const int32_t* start, const char* name) {
     bool ascending = start[0] == 0;
     for (size_t i = 0; i < rows; ++i) ascending = ascending && start[i] <= start[i + 1];
-    if (!ascending) throw std::invalid_argument(std::string("sampling table: ") + name + " must ascend from 0");
+    if (!ascending)
+      throw std::invalid_argument(std::string("sampling table: ") + name + " must ascend from 0");
     return static_cast<size_t>(start[rows]);
   };
   const size_t seen = entries(s.seen_start, "seen_start"), bias = entries(s.bias_start, "bias_start");
@@ -63,7 +65,8 @@ inline SamplingArrays sampling_arrays(const nanobind::object& table, size_t rows
   for (size_t i = 0; i < rows; ++i) {
     if (s.mask_row[i] < 0) continue;
     if (static_cast<size_t>(s.mask_row[i]) >= masks.shape(0) || s.mask_words != (vocab + 31) / 32)
-      throw std::invalid_argument("sampling table: mask_row names no row of masks, or its width is not the vocabulary's");
+      throw std::invalid_argument(
+          "sampling table: mask_row names no row of masks, or its width is not the vocabulary's");
   }
   return s;
 }

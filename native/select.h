@@ -33,11 +33,11 @@ HR_INLINE uint32_t order_key(float x) {
 constexpr int kBins = 512;
 constexpr int kBinCopies = 4;  // interleaved, so that equal neighbours do not wait for each other's addition
 
-// The last member of the shortest head whose mass, on top of `ahead`, reaches `target`; the last of all, when rounding
-// keeps it below. pool[n]: the indices to choose from, ascending, n > 0; destroyed. mass(index) is not negative, does
-// not grow along the order and is positive at its start. bins: [kBins * kBinCopies].
-// A histogram over the keys' range picks the bin that holds the cut; repeat within that bin until its keys are equal.
-// Linear time: every round narrows the range at least 256-fold, so that five rounds are the most.
+// The last member of the shortest head whose mass, on top of `ahead`, reaches `target`; the last of all, when
+// rounding keeps it below. pool[n]: the indices to choose from, ascending, n > 0; destroyed. mass(index) is
+// not negative, does not grow along the order and is positive at its start. bins: [kBins * kBinCopies]. A
+// histogram over the keys' range picks the bin that holds the cut; repeat within that bin until its keys are
+// equal. Linear time: every round narrows the range at least 256-fold, so that five rounds are the most.
 template <class Mass>
 HR_INLINE int32_t find_cut(const float* values, int32_t* pool, int n, double ahead, double target, Mass mass,
                            double* bins) {
@@ -81,11 +81,11 @@ HR_INLINE int32_t find_cut(const float* values, int32_t* pool, int n, double ahe
   }
 }
 
-// The ids of the k largest of `n` logits (equal ones: lower ids first), ascending, into ids ([n + 32]); returns
-// min(k, n); k > 0. `maxima` holds those of `parts` disjoint parts of the row: the k-th largest of them bounds the
-// k-th largest logit from below, so that few logits are left to choose from. pool: [n + 32].
-HR_INLINE int largest(const float* logits, int n, int k, const float* maxima, int parts, int32_t* ids, int32_t* pool,
-                      double* bins) {
+// The ids of the k largest of `n` logits (equal ones: lower ids first), ascending, into ids ([n + 32]);
+// returns min(k, n); k > 0. `maxima` holds those of `parts` disjoint parts of the row: the k-th largest of
+// them bounds the k-th largest logit from below, so that few logits are left to choose from. pool: [n + 32].
+HR_INLINE int largest(const float* logits, int n, int k, const float* maxima, int parts, int32_t* ids,
+                      int32_t* pool, double* bins) {
   const auto one = [](int32_t) { return 1.0; };
   float bound = -INFINITY;
   if (k <= parts) {
