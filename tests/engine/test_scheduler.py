@@ -34,7 +34,7 @@ def test_a_long_prompt_does_not_stall_decodes() -> None:
     for i in range(4):
         engine.add(request(f"chat{i}", tokens(4, i), **ENDLESS))
     answers = step_until_running(engine, 4)
-    engine.add(request("book", tokens(300, 9), max_tokens=1))
+    engine.add(request("book", tokens(300, 9), max_tokens=1, priority=-1))
     for _ in range(300 // 12 - 1):
         news = engine.step()
         assert {output.request_id for output in news} == {f"chat{i}" for i in range(4)}
@@ -89,6 +89,13 @@ def test_the_victim_is_the_last_in_order() -> None:
     assert engine.stats().num_preemptions == 1
 
 
+def test_a_full_pool_does_not_thrash() -> None:
+    """Newcomers took the blocks that the running ones needed a moment later, and were preempted again."""
+    engine = small_engine(num_blocks=20, max_model_len=128)
+    run(engine, [request(f"r{i}", tokens(30, i), max_tokens=60, ignore_eos=True) for i in range(20)])
+    assert engine.stats().num_preemptions < 20
+
+
 # Sharing
 
 
@@ -126,6 +133,16 @@ def test_waiters_go_on_when_the_one_they_wait_for_is_gone() -> None:
     finish(engine, answers, max_steps=60)
     assert answers["third", 0].finish_reason == "length"
     assert engine.stats().batch_tokens < 2 * 200
+
+
+def test_those_that_wait_for_a_prefix_hold_up_nobody() -> None:
+    """A queue of equal prompts blocked every other request until the first of them was computed."""
+    engine = small_engine(max_num_batched_tokens=100, max_model_len=200)
+    for i in range(3):
+        engine.add(request(f"equal{i}", tokens(90, 1), max_tokens=1))
+    engine.add(request("other", tokens(5, 2), max_tokens=1))
+    assert {output.request_id for output in engine.step()} == {"equal0", "other"}
+    finish(engine, Answers())
 
 
 def test_salts_do_not_share() -> None:
