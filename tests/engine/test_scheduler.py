@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -223,6 +224,30 @@ def test_logprobs_are_one_for_each_token() -> None:
         assert all(entry.logprob <= 0 for entry in answer.logprobs)
 
 
+def test_penalties_see_each_token_once_with_its_count() -> None:
+    """Presence and frequency count the output only, repetition the prompt too; both survive a preemption."""
+    prompt = [1, 1, 2, 3]
+    engine = small_engine()
+    engine.add(request("output", prompt, frequency_penalty=0.5, max_tokens=200, ignore_eos=True))
+    engine.add(request("both", prompt, repetition_penalty=1.2, max_tokens=200, ignore_eos=True))
+    engine.add(request("none", prompt, max_tokens=200, ignore_eos=True))
+    answers = Answers()
+    for _ in range(150):
+        batch = engine.scheduler.schedule(0.0)
+        assert batch is not None
+        table = batch.sampling
+        for i, name in enumerate(("output", "both", "none")):
+            part = slice(table.seen_start[i], table.seen_start[i + 1])
+            ids = table.seen_ids[part].tolist()
+            output = answers[name, 0].token_ids if answers else []
+            expected = Counter(output) if name != "none" else Counter()
+            if name == "both":
+                expected.update(dict.fromkeys(prompt, 0))
+            assert len(ids) == len(set(ids))
+            assert dict(zip(ids, table.seen_counts[part].tolist(), strict=True)) == dict(expected)
+        answers.take(engine.scheduler.commit(engine.runner.run(batch), 0.0))
+
+
 def test_unseeded_requests_differ_but_follow_the_engines_seed() -> None:
     """Two requests without a seed got the same text, or a seeded engine could not be repeated."""
 
@@ -287,13 +312,13 @@ def test_waiting_too_long_is_an_error() -> None:
 
 def test_a_preempted_sequence_does_not_expire() -> None:
     """Queue time counted from arrival also for a sequence that had run for a minute and was preempted."""
-    engine = small_engine(num_blocks=8, max_model_len=128, max_queue_time_s=0.02)
+    engine = small_engine(num_blocks=8, max_model_len=128, max_queue_time_s=0.3)
     for i in range(2):
         engine.add(request(f"r{i}", tokens(30, i), max_tokens=60, ignore_eos=True))
     answers = Answers()
     while engine.stats().num_preemptions == 0:
         answers.take(engine.step())
-    time.sleep(0.03)
+    time.sleep(0.35)
     finish(engine, answers)
     assert all(answer.finish_reason == "length" for answer in answers.values())
 
