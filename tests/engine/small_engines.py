@@ -32,7 +32,7 @@ def small_engine(
     settings = RunnerSettings(
         num_blocks=num_blocks,
         max_batch_tokens=config.max_num_batched_tokens,
-        max_sequences=config.max_num_seqs,
+        max_sequences=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_model_len=max_model_len,
     )
     architecture = simulated_architecture(vocab_size=VOCAB, max_positions=max_model_len, windows=windows)

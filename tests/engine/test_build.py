@@ -62,8 +62,25 @@ def test_not_enough_memory_is_known_before_loading(tmp_path: Path, monkeypatch: 
 
 
 def test_available_memory_is_some() -> None:
-    """The estimate is compared with what this machine, or this container, really has."""
+    """The estimate is compared with what this machine really has."""
     assert 2**20 < memory.available_bytes() < 2**50
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "usage"),
+    [("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")],
+)
+def test_a_containers_limit_counts(tmp_path: Path, folder: str, limit: str, usage: str) -> None:
+    """In a container the host's memory was promised. Later the model file's own cached pages, which give way,
+    counted against it.
+    """
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / limit).write_text("1000000\n")
+    (tmp_path / folder / usage).write_text("700000\n")
+    (tmp_path / folder / "memory.stat").write_text("anon 300000\ninactive_file 350000\nactive_file 50000\n")
+    assert memory.available_bytes(tmp_path) == 700_000
+    (tmp_path / folder / limit).write_text("max\n")
+    assert memory.available_bytes(tmp_path) > 2**20
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from small_engines import VOCAB, Answers, finish, request, run, small_engine, to
 
 from headrace.engine import kv_cache
 from headrace.engine.engine import Engine
+from headrace.engine.prefix_cache import CachedBlock, PrefixCache
 from headrace.engine.sequence import Request
 from headrace.errors import HeadraceError
 
@@ -51,6 +52,19 @@ def test_equal_hashes_do_not_share(monkeypatch: pytest.MonkeyPatch, prompts: int
     engine = small_engine()
     assert run(engine, requests).texts() == expected
     assert run(engine, requests).texts() == expected
+
+
+def test_equal_tokens_behind_another_parent_are_not_found() -> None:
+    """K and V depend on everything before them: equal tokens under one hash are not yet equal content."""
+    cache = PrefixCache()
+    one, other = CachedBlock(b"1", None, b"a", "", (0,)), CachedBlock(b"2", None, b"b", "", (1,))
+    child = CachedBlock(b"3", one, b"c", "", (2,))
+    for block in (one, other, child):
+        cache.insert(block)
+    assert cache.find(b"3", one, b"c", "") is child
+    assert cache.find(b"3", other, b"c", "") is None
+    assert cache.find(b"3", None, b"c", "") is None
+    assert cache.find(b"1", None, b"a", "salt") is None
 
 
 def test_the_same_text_computed_twice_is_kept_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def test_a_long_prompt_does_not_stall_decodes() -> None:
     for i in range(4):
         engine.add(request(f"chat{i}", tokens(4, i), **ENDLESS))
     answers = step_until_running(engine, 4)
-    engine.add(request("book", tokens(300, 9), max_tokens=1))
+    engine.add(request("book", tokens(300, 9), max_tokens=1, priority=-1))
     for _ in range(300 // 12 - 1):
         news = engine.step()
         assert {output.request_id for output in news} == {f"chat{i}" for i in range(4)}
@@ -89,6 +90,13 @@ def test_the_victim_is_the_last_in_order() -> None:
     assert engine.stats().num_preemptions == 1
 
 
+def test_a_full_pool_does_not_thrash() -> None:
+    """Newcomers took the blocks that the running ones needed a moment later, and were preempted again."""
+    engine = small_engine(num_blocks=20, max_model_len=128)
+    run(engine, [request(f"r{i}", tokens(30, i), max_tokens=60, ignore_eos=True) for i in range(20)])
+    assert engine.stats().num_preemptions < 20
+
+
 # Sharing
 
 
@@ -126,6 +134,16 @@ def test_waiters_go_on_when_the_one_they_wait_for_is_gone() -> None:
     finish(engine, answers, max_steps=60)
     assert answers["third", 0].finish_reason == "length"
     assert engine.stats().batch_tokens < 2 * 200
+
+
+def test_those_that_wait_for_a_prefix_hold_up_nobody() -> None:
+    """A queue of equal prompts blocked every other request until the first of them was computed."""
+    engine = small_engine(max_num_batched_tokens=100, max_model_len=200)
+    for i in range(3):
+        engine.add(request(f"equal{i}", tokens(90, 1), max_tokens=1))
+    engine.add(request("other", tokens(5, 2), max_tokens=1))
+    assert {output.request_id for output in engine.step()} == {"equal0", "other"}
+    finish(engine, Answers())
 
 
 def test_salts_do_not_share() -> None:
@@ -206,6 +224,30 @@ def test_logprobs_are_one_for_each_token() -> None:
         assert all(entry.logprob <= 0 for entry in answer.logprobs)
 
 
+def test_penalties_see_each_token_once_with_its_count() -> None:
+    """Presence and frequency count the output only, repetition the prompt too; both survive a preemption."""
+    prompt = [1, 1, 2, 3]
+    engine = small_engine()
+    engine.add(request("output", prompt, frequency_penalty=0.5, max_tokens=200, ignore_eos=True))
+    engine.add(request("both", prompt, repetition_penalty=1.2, max_tokens=200, ignore_eos=True))
+    engine.add(request("none", prompt, max_tokens=200, ignore_eos=True))
+    answers = Answers()
+    for _ in range(150):
+        batch = engine.scheduler.schedule(0.0)
+        assert batch is not None
+        table = batch.sampling
+        for i, name in enumerate(("output", "both", "none")):
+            part = slice(table.seen_start[i], table.seen_start[i + 1])
+            ids = table.seen_ids[part].tolist()
+            output = answers[name, 0].token_ids if answers else []
+            expected = Counter(output) if name != "none" else Counter()
+            if name == "both":
+                expected.update(dict.fromkeys(prompt, 0))
+            assert len(ids) == len(set(ids))
+            assert dict(zip(ids, table.seen_counts[part].tolist(), strict=True)) == dict(expected)
+        answers.take(engine.scheduler.commit(engine.runner.run(batch), 0.0))
+
+
 def test_unseeded_requests_differ_but_follow_the_engines_seed() -> None:
     """Two requests without a seed got the same text, or a seeded engine could not be repeated."""
 
@@ -270,13 +312,13 @@ def test_waiting_too_long_is_an_error() -> None:
 
 def test_a_preempted_sequence_does_not_expire() -> None:
     """Queue time counted from arrival also for a sequence that had run for a minute and was preempted."""
-    engine = small_engine(num_blocks=8, max_model_len=128, max_queue_time_s=0.02)
+    engine = small_engine(num_blocks=8, max_model_len=128, max_queue_time_s=0.3)
     for i in range(2):
         engine.add(request(f"r{i}", tokens(30, i), max_tokens=60, ignore_eos=True))
     answers = Answers()
     while engine.stats().num_preemptions == 0:
         answers.take(engine.step())
-    time.sleep(0.03)
+    time.sleep(0.35)
     finish(engine, answers)
     assert all(answer.finish_reason == "length" for answer in answers.values())
 

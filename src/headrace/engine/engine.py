@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.runner import Runner, RunnerSettings
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.kv_cache import KVCache
@@ -31,7 +32,7 @@ class Engine:
         seed: int | None = None,
     ) -> None:
         architecture = runner.architecture
-        pool_tokens = settings.num_blocks * 16
+        pool_tokens = settings.num_blocks * BLOCK_SIZE
         self.runner = runner
         self.limits = EngineLimits(
             vocab_size=architecture.vocab_size,
@@ -42,7 +43,7 @@ class Engine:
         self.kv_cache = KVCache(
             num_blocks=settings.num_blocks,
             num_groups=len(architecture.kv_groups),
-            max_sequences=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_sequences=settings.max_sequences,
             max_model_len=self.limits.max_model_len,
             prefix_caching=prefix_caching,
         )

@@ -37,6 +37,7 @@ class KVCache:
         prefix_caching: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
+        self.max_sequences = max_sequences
         self.pools = tuple(BlockPool(num_blocks, first=group) for group in range(num_groups))
         self.prefix_cache = PrefixCache()
         self.prefix_caching = prefix_caching

@@ -59,24 +59,29 @@ def scratch_bytes(architecture: Architecture, settings: RunnerSettings) -> int:
     return 4 * (settings.max_batch_tokens * per_token + settings.max_sequences * architecture.vocab_size)
 
 
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: the machine's, or the container's if that is less."""
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that can be taken without swapping: the machine's, or the container's if that is less.
+
+    ``cgroup`` is where the control group's files are: version 2, or a version 1 tree with ``memory/`` in it.
+    """
     available = int(psutil.virtual_memory().available)
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    version_1 = cgroup / "memory"
+    for limit, usage, stat in (
+        (cgroup / "memory.max", cgroup / "memory.current", cgroup / "memory.stat"),
+        (version_1 / "memory.limit_in_bytes", version_1 / "memory.usage_in_bytes", version_1 / "memory.stat"),
     ):
-        limit, usage = _number_in(limit_file), _number_in(usage_file)
-        if limit is not None and usage is not None:
-            available = min(available, max(0, limit - usage))
+        try:
+            free = int(limit.read_text()) - int(usage.read_text()) + _file_cache_bytes(stat)
+        except (OSError, ValueError):  # no such controller, or no limit ("max")
+            continue
+        available = min(available, max(0, free))
     return available
 
 
-def _number_in(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):  # no such controller, or "max"
-        return None
+def _file_cache_bytes(stat: Path) -> int:
+    """Cached file pages count as used in a control group, but give way when memory is asked for."""
+    values = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
+    return int(values.get("inactive_file", 0)) + int(values.get("active_file", 0))
 
 
 def _mib(size: int) -> int:

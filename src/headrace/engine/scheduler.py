@@ -35,8 +35,6 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, kv_cache: KVCache, *, vocab_size: int, max_model_len: int
     ) -> None:
-        # With a budget of at least one token for each running sequence no decode is ever left out.
-        self.max_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.max_model_len = max_model_len
         self.num_preemptions = 0
         self.prompt_tokens = 0
@@ -45,8 +43,8 @@ class Scheduler:
         self.prefix_hits = 0
         self._config = config
         self._kv = kv_cache
-        self._rows = SamplingRows(self.max_sequences, vocab_size)
-        self._free_rows = list(range(self.max_sequences - 1, -1, -1))
+        self._rows = SamplingRows(kv_cache.max_sequences, vocab_size)
+        self._free_rows = list(range(kv_cache.max_sequences - 1, -1, -1))
         self._vocab_size = vocab_size
         self._requests: dict[str, Request] = {}
         self._waiting: list[Sequence] = []  # by rank

@@ -162,11 +162,10 @@ class Sequence:
 
     def finish_reason(self, max_model_len: int) -> str | None:
         """Whether the last token ended the sequence: ``stop``, ``length`` or None."""
-        params = self.request.params
-        produced = self.num_output_tokens
-        if produced >= params.min_tokens and int(self._tokens[self.num_tokens - 1]) in self.request.stop_ids:
-            return "stop"
-        if params.max_tokens is not None and produced >= params.max_tokens:
+        if int(self._tokens[self.num_tokens - 1]) in self.request.stop_ids:
+            return "stop"  # never before min_tokens: until then these are banned
+        max_tokens = self.request.params.max_tokens
+        if max_tokens is not None and self.num_output_tokens >= max_tokens:
             return "length"
         return "length" if self.num_tokens >= max_model_len else None
 
