@@ -1,0 +1,21 @@
+"""What every room's tests share: the real models, pulled once into the user's cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.model import store
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2 135M Instruct (GGUF, Q4_1): the default model."""
+    return store.resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """Gemma 3 270M base (GGUF, Q4_K_M)."""
+    return store.resolve("gemma3-270m")
