@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from headrace.engine.config import DEFAULT_MODEL, ModelConfig
 from headrace.errors import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from headrace.engine.request import SamplingParams
@@ -47,11 +47,11 @@ def chat(
     backend: options.Backend = "cpu",
     device: options.Device = "cpu",
 ) -> None:
-    """Chat with a model. When standard input is not a terminal, it is the prompt, and the answer is all
-    that is printed.
-    """
+    """Chat with a model. Piped input is one prompt, and only its answer is printed."""
     if raw and system is not None:
         raise InvalidRequestError("--system needs a chat template; leave out --raw")
+    import asyncio
+
     from headrace.cli.progress import download_progress
     from headrace.engine.request import SamplingParams
 

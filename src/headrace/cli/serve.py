@@ -21,7 +21,7 @@ _WRITE_TIMEOUT_S = 60.0  # a client that takes nothing for so long is given up
 
 def serve(
     model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help=options.REFERENCE_HELP, show_default=True)
+        str, typer.Argument(metavar="MODEL", help=options.REFERENCE_HELP, show_default=True)
     ] = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
@@ -63,7 +63,7 @@ def serve(
     ] = 30.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Serve MODEL over HTTP until SIGTERM or Ctrl-C. Logs are JSON lines on standard error."""
+    """Serve a model over HTTP, as OpenAI's API. Logs are JSON lines on standard error."""
     config = ModelConfig(
         model=model,
         quantization=quantization,

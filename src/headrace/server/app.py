@@ -15,7 +15,7 @@ from headrace.server import documentation
 from headrace.server.middleware import Outermost, error_response
 from headrace.server.responses import Health, ModelCard, ModelList, encode
 from headrace.server.routes import GenerationRoutes
-from headrace.server.state import Phase, ServerSettings, ServerState
+from headrace.server.state import ServerSettings, ServerState
 
 if TYPE_CHECKING:
     from headrace.frontend.frontend import Frontend
@@ -114,22 +114,13 @@ class _PlainRoutes:
 
     async def health(self, _: Request) -> Response:
         """200 while the process is worth keeping: loading, serving or draining."""
-        status = self._status()
-        return _json(Health(status), 503 if status == "failed" else 200)
+        phase = self._state.phase
+        return _json(Health(phase), 503 if phase == "failed" else 200)
 
     async def readiness(self, _: Request) -> Response:
         """200 only while new requests are served."""
-        status = self._status()
-        return _json(Health(status), 200 if status == "ok" else 503)
-
-    def _status(self) -> Phase:
-        loaded = self._state.loaded
-        if loaded is not None:
-            try:
-                loaded.client.stats()
-            except HeadraceError:
-                return "failed"
-        return self._state.phase
+        phase = self._state.phase
+        return _json(Health(phase), 200 if phase == "ok" else 503)
 
     async def metrics(self, _: Request) -> Response:
         """Prometheus metrics in text format."""

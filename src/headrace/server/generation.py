@@ -14,7 +14,8 @@ from headrace.server.responses import PromptTokensDetails, Usage
 from headrace.server.state import ServerState, error_of_kind
 
 if TYPE_CHECKING:
-    from headrace.frontend.frontend import Frontend, TextStream
+    from headrace.frontend.frontend import Frontend
+    from headrace.frontend.stream import TextStream
 
 _MERGE_LIMIT = 64  # lists of outputs that wait for a slow client before its pumps do
 
@@ -41,7 +42,8 @@ class Generation:
         self._waiting: list[TextOutput] | None = None  # what first() has taken
         self._arrival = time.monotonic()
         self._last_output: dict[int, float] = {}  # by running choice
-        self._first_token: float | None = None
+        self._first_token: float | None = None  # when it was here, not when the engine had it
+        self._timed: set[int] = set()  # prompts whose queue and prefill times are recorded
         self._cached: dict[int, int] = {}  # by prompt
         self._tokens: dict[int, int] = {}  # by choice
         self._closed = False
@@ -125,9 +127,13 @@ class Generation:
                 metrics.itl.observe(now - before)
             if choice in self._last_output:
                 self._last_output[choice] = now
-        self._cached[choice // self._n] = max(
-            self._cached.get(choice // self._n, 0), output.num_cached_tokens
-        )
+        prompt = choice // self._n
+        self._cached[prompt] = max(self._cached.get(prompt, 0), output.num_cached_tokens)
+        scheduled, first_token = output.first_scheduled_time, output.first_token_time
+        if scheduled is not None and first_token is not None and prompt not in self._timed:
+            self._timed.add(prompt)
+            metrics.queue_time.observe(scheduled - self._arrival)
+            metrics.prefill_time.observe(first_token - scheduled)
         if output.finish_reason is None:
             return
         self._last_output.pop(choice, None)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace.errors import PayloadTooLargeError
+from headrace.errors import InvalidRequestError, PayloadTooLargeError
 
 T = TypeVar("T")
 
@@ -20,10 +20,21 @@ class ClientGone(Exception):
     """The client closed its connection before it had its whole answer."""
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """The whole body. Raises PayloadTooLargeError once more than ``limit`` bytes have come, whatever the
-    content-length header claims, and ClientGone if the client leaves meanwhile.
+    content-length header claims, InvalidRequestError (408) if it takes longer than ``timeout_s``, and
+    ClientGone if the client leaves meanwhile.
     """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(request, limit)
+    except TimeoutError:
+        error = InvalidRequestError(f"the request body did not arrive within {timeout_s:g} seconds")
+        error.status, error.code = 408, "request_timeout"
+        raise error from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:

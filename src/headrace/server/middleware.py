@@ -93,7 +93,7 @@ class Outermost:
         route = scope.get("route")
         path = getattr(route, "path", "unknown")
         self._state.metrics.http_requests.labels(path, str(status)).inc()
-        if path in _QUIET and status < 500:
+        if path in _QUIET and status in (200, 503):
             return
         self._state.log.info(
             "request",

@@ -103,7 +103,8 @@ class GenerationRoutes:
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
 
     async def _parse(self, http: Request, kind: type[requests.R]) -> tuple[int, requests.R]:
-        body = await read_body(http, self._state.settings.max_body_bytes)
+        settings = self._state.settings
+        body = await read_body(http, settings.max_body_bytes, settings.read_timeout_s)
         request = await _off_loop(lambda: requests.decode(kind, body), len(body))
         self._state.check_model(request.model)
         return len(body), request
@@ -139,6 +140,7 @@ class GenerationRoutes:
             return response
         except HeadraceError as error:
             line["error"] = error.code
+            self._state.note(error)
             raise
         finally:
             if not streaming:  # an EventStream closes it when it ends
@@ -163,6 +165,7 @@ class _Events:
             yield b"data: [DONE]\n\n"
         except HeadraceError as error:
             self._line["error"] = error.code
+            self._state.note(error)
             yield error_event(error)
         except Exception as error:
             self._line["error"] = HeadraceError.code

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from headrace.errors import HeadraceError, ModelNotFoundError, OverloadedError
+from headrace.errors import EngineDeadError, HeadraceError, ModelNotFoundError, OverloadedError
 from headrace.observe.logs import logger
 from headrace.observe.metrics import Metrics
 
@@ -28,6 +28,7 @@ class ServerSettings:
     api_key: str | None = None
     max_body_bytes: int = 8 * 2**20
     max_prompts: int = 256  # prompts of one completion request
+    read_timeout_s: float = 60.0  # for a request's whole body
     write_timeout_s: float = 60.0  # a client that reads nothing for so long is given up
     retry_after_s: int = 1
 
@@ -59,6 +60,11 @@ class ServerState:
         """Take no new requests from now on."""
         self.phase = "draining"
 
+    def note(self, error: HeadraceError) -> None:
+        """Learn from an error that a request met: nothing can be served any more once the engine is dead."""
+        if isinstance(error, EngineDeadError) and self.phase == "ok":
+            self.phase = "failed"
+
     @property
     def metrics(self) -> Metrics:
         """This server's metrics, made when first needed: their label needs the model's name."""
@@ -73,12 +79,13 @@ class ServerState:
 
     @property
     def frontend(self) -> Frontend:
-        """The loaded frontend. Raises OverloadedError while loading or draining."""
+        """The loaded frontend. Raises OverloadedError while loading or draining, EngineDeadError if failed."""
         if self.phase == "loading":
             raise OverloadedError("the model is still loading; try again in a moment")
         if self.phase == "draining":
             raise OverloadedError("the server is shutting down; try again elsewhere or later")
-        assert self._frontend is not None
+        if self._frontend is None or self.phase == "failed":
+            raise EngineDeadError("the engine has stopped and this server can serve no more; restart it")
         return self._frontend
 
     @property
