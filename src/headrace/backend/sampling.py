@@ -117,9 +117,10 @@ def candidate_weights(logits: Float32, table: SamplingTable, row: int) -> Float6
 
     ``table.temperature[row]`` is above 0.
     """
-    # A finite divisor keeps banned tokens at -inf: -inf / inf would be NaN.
-    scaled = (logits - logits.max()) / np.minimum(table.temperature[row], np.finfo(np.float32).max)
-    weights = np.exp(scaled.astype(np.float64))
+    # Within these bounds no product is infinity times zero.
+    inverse = np.float32(1) / np.clip(table.temperature[row], np.float32(1e-30), np.float32(1e30))
+    scaled = (logits - logits.max()) * inverse
+    weights: Float64 = np.exp(scaled.astype(np.float64))
     min_p, top_k, top_p = float(table.min_p[row]), int(table.top_k[row]), float(table.top_p[row])
     if min_p > 0:
         weights[scaled < np.float32(min(0.0, math.log(min_p)))] = 0

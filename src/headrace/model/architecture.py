@@ -43,6 +43,7 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    factors: tuple[float, ...] = ()  # dim // 2 divisors of the plain frequencies, applied before scaling
 
     def inverse_frequencies(self) -> tuple[float, ...]:
         """``dim // 2`` angular frequencies in radians per position, scaling applied (float64).
@@ -52,6 +53,8 @@ class RopeSpec:
         """
         half = self.dim // 2
         plain = [self.base ** (-2.0 * i / self.dim) for i in range(half)]
+        if self.factors:
+            plain = [f / factor for f, factor in zip(plain, self.factors, strict=True)]
         if self.scaling == "none":
             return tuple(plain)
         if self.scaling == "linear":

@@ -1,1 +1,59 @@
 """Readers of weight files: GGUF and safetensors; load-time quantisation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from headrace.errors import ModelFormatError, ModelNotFoundError
+from headrace.model.checkpoint import Checkpoint
+
+__all__ = ["open_checkpoint"]
+
+
+def open_checkpoint(path: Path, *, quantization: Literal["int8", "int4"] | None = None) -> Checkpoint:
+    """Open a GGUF file, a folder that holds one, or a folder of config.json and safetensors.
+
+    ``quantization`` narrows float weights while they are loaded; those quantised already keep their format.
+    Raises ModelNotFoundError if there is nothing at ``path``; ModelFormatError if it is no model that
+    headrace reads, a pickled one included.
+    """
+    from headrace.model.weights.pickles import PICKLE_SUFFIXES, pickle_refusal
+
+    try:
+        if not path.exists():
+            raise ModelNotFoundError(f"There is no model at {path}.")
+        if not path.is_dir():
+            if path.suffix == ".safetensors":
+                raise ModelFormatError(
+                    f"{path} is only a model's weights: give the folder with its config.json."
+                )
+            return _open_gguf(path, quantization)
+        files = sorted(entry for entry in path.iterdir() if entry.is_file())
+    except OSError as error:
+        raise ModelFormatError(f"The model at {path} cannot be read: {error.strerror or error}.") from None
+    safetensors = [entry for entry in files if entry.suffix == ".safetensors"]
+    if safetensors and (path / "config.json").is_file():
+        from headrace.model.weights.safetensors import SafetensorsCheckpoint
+
+        return SafetensorsCheckpoint(path, quantization=quantization)
+    ggufs = [entry for entry in files if entry.suffix == ".gguf"]
+    if len(ggufs) == 1:
+        return _open_gguf(ggufs[0], quantization)
+    if ggufs:
+        names = ", ".join(entry.name for entry in ggufs)
+        raise ModelFormatError(f"The folder {path} holds several GGUF files: name one of {names}.")
+    if safetensors:
+        raise ModelFormatError(f"The folder {path} holds safetensors, but no config.json to describe them.")
+    pickles = [entry for entry in files if entry.suffix in PICKLE_SUFFIXES]
+    if pickles:
+        raise pickle_refusal(pickles[0])
+    raise ModelFormatError(
+        f"The folder {path} holds no model: it should contain a .gguf file, or config.json and *.safetensors."
+    )
+
+
+def _open_gguf(path: Path, quantization: Literal["int8", "int4"] | None) -> Checkpoint:
+    from headrace.model.weights.gguf_checkpoint import GGUFCheckpoint
+
+    return GGUFCheckpoint(path, quantization=quantization)

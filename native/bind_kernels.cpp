@@ -1,0 +1,178 @@
+// Single kernels, for the tests that hold each of them against the float32 oracle.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <vector>
+
+#include "isa.h"
+
+namespace nb = nanobind;
+
+namespace headrace {
+namespace {
+
+template <class T>
+using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using OutMatrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+int padded(int k) { return (k + 31) / 32 * 32; }
+
+void expect(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+WeightFormat make_format(int kind, int scale_bytes, bool has_minimum, int group, int zero_point) {
+  return {kind, scale_bytes, has_minimum, group, zero_point};
+}
+
+void quantise(const std::string& isa, Matrix<float> x, OutMatrix<uint8_t> out) {
+  const int rows = static_cast<int>(x.shape(0)), k = static_cast<int>(x.shape(1));
+  expect(out.shape(0) == x.shape(0) && out.shape(1) == QuantRow::bytes(padded(k)), "quantise: wrong output shape");
+  kernels_for(isa).quantise(x.data(), static_cast<size_t>(k), out.data(), k, 0, rows);
+}
+
+// input: QuantRow bytes for quantised formats, the bytes of float32 rows for dense ones.
+void matmul(const std::string& isa, WeightFormat format, Vector<uint8_t> weights, Matrix<uint8_t> input,
+            OutMatrix<float> out, int k, bool accumulate) {
+  MatmulArgs a{};
+  a.format = format;
+  a.weights = weights.data();
+  a.input = input.data();
+  a.input_stride = input.shape(1);
+  a.output = out.data();
+  a.output_stride = out.shape(1);
+  a.n = static_cast<int>(out.shape(1));
+  a.k = format.dense() ? k : padded(k);
+  a.add = accumulate;
+  const int tiles = (a.n + 15) / 16;
+  const size_t bytes = format.dense() ? static_cast<size_t>(tiles) * 16 * k * (format.kind == WeightFormat::kF32 ? 4 : 2)
+                                      : static_cast<size_t>(tiles) * (a.k / 32) * format.tile_bytes();
+  const size_t row_bytes = format.dense() ? static_cast<size_t>(k) * 4 : QuantRow::bytes(a.k);
+  expect(weights.shape(0) >= bytes, "matmul: too few weight bytes");
+  expect(input.shape(0) == out.shape(0) && input.shape(1) == row_bytes, "matmul: wrong input shape");
+  nb::gil_scoped_release release;
+  kernels_for(isa).matmul(a, 0, tiles, 0, static_cast<int>(out.shape(0)));
+}
+
+void norm(const std::string& isa, Matrix<float> x, Vector<float> weight, float eps, bool layer, OutMatrix<float> out) {
+  expect(x.shape(0) == out.shape(0) && x.shape(1) == out.shape(1) && weight.shape(0) == x.shape(1), "norm: shapes differ");
+  NormArgs a{};
+  a.input = x.data();
+  a.input_stride = x.shape(1);
+  a.weight = weight.data();
+  a.output = out.data();
+  a.output_stride = out.shape(1);
+  a.width = static_cast<int32_t>(x.shape(1));
+  a.layer_norm = layer;
+  a.eps = eps;
+  kernels_for(isa).norm(a, 0, static_cast<int>(x.shape(0)));
+}
+
+void glu(const std::string& isa, Matrix<float> gate_up, int activation, OutMatrix<float> out) {
+  expect(gate_up.shape(0) == out.shape(0) && gate_up.shape(1) == 2 * out.shape(1), "glu: shapes differ");
+  const int width = static_cast<int>(out.shape(1));
+  kernels_for(isa).glu(gate_up.data(), gate_up.shape(1), width, activation, out.data(), out.shape(1), nullptr, width, 0,
+                       static_cast<int>(out.shape(0)));
+}
+
+void embed(const std::string& isa, WeightFormat format, Vector<uint8_t> weights, Vector<int32_t> ids, int vocab, float scale,
+           OutMatrix<float> out) {
+  const int k = static_cast<int>(out.shape(1));
+  const size_t tiles = static_cast<size_t>(vocab + 15) / 16;
+  const size_t bytes = format.dense() ? tiles * 16 * k * (format.kind == WeightFormat::kF32 ? 4 : 2)
+                                      : tiles * (padded(k) / 32) * format.tile_bytes();
+  expect(weights.shape(0) >= bytes && ids.shape(0) == out.shape(0), "embed: shapes differ");
+  for (size_t i = 0; i < ids.shape(0); ++i) expect(ids.data()[i] >= 0 && ids.data()[i] < vocab, "embed: id out of range");
+  kernels_for(isa).embed(format, weights.data(), k, padded(k), ids.data(), scale, out.data(), out.shape(1), 0,
+                         static_cast<int>(out.shape(0)));
+}
+
+void softcap(const std::string& isa, OutMatrix<float> x, float cap) {
+  kernels_for(isa).softcap(x.data(), x.shape(0) * x.shape(1), cap);
+}
+
+// Writes k and v of one projected row [q | k | v] per token into the pool and rotates q in place.
+void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads, Matrix<float> angles, float scale,
+          nb::ndarray<uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> kv, Vector<int32_t> slots) {
+  const int head_dim = static_cast<int>(qkv.shape(1)) / (heads + 2 * kv_heads);
+  expect(static_cast<size_t>(head_dim) * (heads + 2 * kv_heads) == qkv.shape(1), "rope: width is not whole heads");
+  expect(angles.shape(0) == qkv.shape(0) && slots.shape(0) == qkv.shape(0), "rope: shapes differ");
+  expect(angles.shape(1) % 2 == 0 && static_cast<int>(angles.shape(1)) <= head_dim, "rope: too many angles");
+  RopeArgs a{};
+  a.qkv = qkv.data();
+  a.stride = qkv.shape(1);
+  a.k_offset = heads * head_dim;
+  a.v_offset = (heads + kv_heads) * head_dim;
+  a.heads = heads;
+  a.kv_heads = kv_heads;
+  a.head_dim = head_dim;
+  a.rope_dim = static_cast<int32_t>(angles.shape(1));
+  a.scale = scale;
+  a.angles = angles.data();
+  a.kv = kv.data();
+  a.block_stride = static_cast<size_t>(32) * kv_heads * head_dim;
+  a.slots = slots.data();
+  for (size_t i = 0; i < slots.shape(0); ++i)
+    expect(slots.data()[i] >= 0 && (static_cast<size_t>(slots.data()[i]) / 16 + 1) * a.block_stride <= kv.shape(0),
+           "rope: slot outside of the pool");
+  kernels_for(isa).rope(a, 0, static_cast<int>(qkv.shape(0)));
+}
+
+void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads, Vector<uint16_t> kv, Vector<int32_t> table,
+               Vector<int32_t> positions, int window, float cap, OutMatrix<float> out) {
+  const int head_dim = static_cast<int>(q.shape(1)) / heads;
+  const size_t block = static_cast<size_t>(32) * kv_heads * head_dim;
+  expect(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1) && positions.shape(0) == q.shape(0), "attention: shapes");
+  for (size_t i = 0; i < table.shape(0); ++i)
+    expect(table.data()[i] >= 0 && (static_cast<size_t>(table.data()[i]) + 1) * block + 32 <= kv.shape(0), "attention: block");
+  for (size_t i = 0; i < positions.shape(0); ++i)
+    expect(positions.data()[i] >= 0 && static_cast<size_t>(positions.data()[i]) / 16 < table.shape(0), "attention: position");
+  std::vector<float> scratch(attention_scratch_floats((head_dim + 15) / 16 * 16));
+  AttentionArgs a{};
+  a.q = q.data();
+  a.q_stride = q.shape(1);
+  a.output = out.data();
+  a.output_stride = out.shape(1);
+  a.kv = kv.data();
+  a.block_stride = block;
+  a.block_table = table.data();
+  a.positions = positions.data();
+  a.heads = heads;
+  a.kv_heads = kv_heads;
+  a.head_dim = head_dim;
+  a.window = window;
+  a.softcap = cap;
+  a.scratch = scratch.data();
+  const int rows = attention_rows_per_unit(heads / kv_heads), n = static_cast<int>(q.shape(0));
+  for (a.kv_head = 0; a.kv_head < kv_heads; ++a.kv_head)
+    for (int row = 0; row < n; row += rows) {
+      a.row_begin = row;
+      a.row_end = row + rows < n ? row + rows : n;
+      kernels_for(isa).attention(a);
+    }
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  nb::class_<WeightFormat>(m, "WeightFormat", "How a matrix is packed; see native/kernels.h.")
+      .def("__init__",
+           [](WeightFormat* self, int kind, int scale_bytes, bool has_minimum, int group, int zero_point) {
+             new (self) WeightFormat(make_format(kind, scale_bytes, has_minimum, group, zero_point));
+           })
+      .def("tile_bytes", &WeightFormat::tile_bytes);
+  m.def("quantise", &quantise);
+  m.def("matmul", &matmul);
+  m.def("norm", &norm);
+  m.def("glu", &glu);
+  m.def("embed", &embed);
+  m.def("softcap", &softcap);
+  m.def("rope", &rope);
+  m.def("attention", &attention);
+}
+
+}  // namespace headrace

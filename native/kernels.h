@@ -1,0 +1,130 @@
+// The kernel table: one per ISA path, chosen at run time. Argument structs are plain views; nothing here owns memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sampler.h"
+
+namespace headrace {
+
+// Packed weight formats. Codes lie in tiles of 16 output rows x 32 inputs; a tile is followed by its scales.
+//   u4:   4 x 64 bytes; register j, lane n, byte b holds code[n][4j+b] (low nibble) and code[n][16+4j+b] (high)
+//   u8:   8 x 64 bytes; register j, lane n, byte b holds code[n][4j+b]
+//   then 16 scales per 32 (or per 16: two rows) inputs, then as many minimums when the format has them.
+//   bf16, f32: [k][16] per 16 output rows, no scales.
+struct WeightFormat {
+  enum Kind : int32_t { kU4 = 0, kU8 = 1, kBf16 = 2, kF32 = 3 };
+  int32_t kind;
+  int32_t scale_bytes;  // 2 (f16) or 4 (f32); 0 for dense
+  int32_t has_minimum;
+  int32_t group;       // 32 or 16; 0 for dense
+  int32_t zero_point;  // subtracted from every code, exactly, in integers
+
+  bool dense() const { return kind >= kBf16; }
+  size_t tile_bytes() const {  // 16 outputs x 32 inputs
+    if (kind == kF32) return 16 * 32 * 4;
+    if (kind == kBf16) return 16 * 32 * 2;
+    const size_t codes = kind == kU4 ? 256 : 512;
+    const size_t row = static_cast<size_t>(16) * scale_bytes * (32 / group);
+    return codes + row * (has_minimum ? 2 : 1);
+  }
+};
+
+// Quantised activations, one row: int8 q[K], float scale[K/32], float scaled_sum[K/32], int32 sum[K/16].
+// K is padded to a multiple of 32 with zeros.
+struct QuantRow {
+  static size_t scale_offset(int k) { return static_cast<size_t>(k); }
+  static size_t scaled_sum_offset(int k) { return scale_offset(k) + static_cast<size_t>(k) / 8; }
+  static size_t sum_offset(int k) { return scaled_sum_offset(k) + static_cast<size_t>(k) / 8; }
+  static size_t bytes(int k) { return (sum_offset(k) + static_cast<size_t>(k) / 4 + 63) / 64 * 64; }
+};
+
+struct MatmulArgs {
+  WeightFormat format;
+  const uint8_t* weights;
+  const uint8_t* input;  // QuantRow rows, or float rows for dense formats
+  size_t input_stride;   // bytes
+  float* output;
+  size_t output_stride;  // floats
+  const float* bias;     // [n] or null
+  int32_t n;             // outputs
+  int32_t k;             // inputs, multiple of 32 (dense: exact)
+  int32_t add;           // 1 = add to what output holds (the residual stream)
+};
+
+struct NormArgs {
+  const float* input;
+  size_t input_stride;  // floats
+  const float* weight;
+  const int32_t* gather;  // input row of each output row, or null
+  float* output;
+  size_t output_stride;
+  uint8_t* quantised;  // QuantRow rows, or null
+  int32_t width;
+  int32_t layer_norm;  // 0 = RMS
+  int32_t add;         // 1 = output += norm (post-norms)
+  float eps;
+};
+
+struct RopeArgs {  // q/k norm, rotation, scaling of q, and the KV write, for one projected row
+  float* qkv;
+  size_t stride;  // floats
+  int32_t q_offset, k_offset, v_offset;
+  int32_t heads, kv_heads, head_dim, rope_dim;
+  const float* q_norm;  // [head_dim] or null
+  const float* k_norm;
+  float eps;
+  float scale;
+  const float* angles;  // per token: cos[rope_dim/2], sin[rope_dim/2]; null = no rotation
+  uint16_t* kv;         // this layer's part of block 0
+  size_t block_stride;  // bf16 elements between blocks
+  const int32_t* slots;
+};
+
+struct AttentionArgs {
+  const float* q;
+  size_t q_stride;  // floats
+  float* output;
+  size_t output_stride;
+  const uint16_t* kv;
+  size_t block_stride;
+  const int32_t* block_table;  // of this sequence
+  const int32_t* positions;    // of the rows below
+  int32_t row_begin, row_end;  // token rows, all of one sequence
+  int32_t heads, kv_heads, head_dim, kv_head;
+  int32_t window;  // 0 = all
+  float softcap;   // 0 = none
+  float* scratch;  // attention_scratch_floats(...)
+};
+
+// Query vectors that one attention unit keeps in flight: rows x heads per kv head, at most.
+constexpr int kMaxQueryVectors = 64;
+inline int attention_rows_per_unit(int group) { return group >= 16 ? 1 : 16 / group; }
+inline size_t attention_scratch_floats(int head_dim) {
+  return static_cast<size_t>(kMaxQueryVectors) * (2 * static_cast<size_t>(head_dim) + 4);
+}
+
+struct Kernels {
+  const char* name;
+  void (*matmul)(const MatmulArgs&, int tile_begin, int tile_end, int row_begin, int row_end);
+  void (*norm)(const NormArgs&, int row_begin, int row_end);
+  void (*quantise)(const float* input, size_t stride, uint8_t* output, int width, int row_begin, int row_end);
+  // activation(gate) * up over [rows, width]; gate at input, up at input + up_offset
+  void (*glu)(const float* input, size_t stride, int up_offset, int activation, float* output, size_t output_stride,
+              uint8_t* quantised, int width, int row_begin, int row_end);
+  void (*rope)(const RopeArgs&, int row_begin, int row_end);
+  void (*attention)(const AttentionArgs&);
+  void (*embed)(const WeightFormat&, const uint8_t* weights, int k, int padded_k, const int32_t* ids, float scale,
+                float* output, size_t stride, int row_begin, int row_end);
+  void (*softcap)(float* x, size_t count, float cap);
+  void (*sample_row)(float* logits, int32_t vocab, const SamplingRow& row, void* workspace, SampledRow* out);
+};
+
+const Kernels& portable_kernels();
+#if defined(HR_X86)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+#endif
+
+}  // namespace headrace

@@ -1,0 +1,220 @@
+// output[r, n] (+)= sum_k input[r, k] * w[n, k] (+ bias[n]).
+//
+// Every output element is one lane of one accumulator, summed over K in ascending groups, so its bits do not depend
+// on how many rows are computed together, on the tiling, or on who computes it.
+#include "kernels.h"
+#include "simd.h"
+
+namespace headrace {
+namespace HR_ISA {
+namespace {
+
+HR_INLINE Vec load_scales(const uint8_t* p, int row, bool f32) {
+  return f32 ? load(reinterpret_cast<const float*>(p) + 16 * row)
+             : load_f16(reinterpret_cast<const uint16_t*>(p) + 16 * row);
+}
+
+HR_INLINE void finish(const MatmulArgs& a, Vec acc, int row, int tile) {
+  float* out = a.output + static_cast<size_t>(row) * a.output_stride + static_cast<size_t>(tile) * 16;
+  const int lanes = a.n - tile * 16;
+  if (lanes >= 16) {
+    if (a.bias) acc = add(acc, load(a.bias + tile * 16));
+    if (a.add) acc = add(acc, load(out));
+    store(out, acc);
+    return;
+  }
+  float t[16];
+  store(t, acc);
+  for (int i = 0; i < lanes; ++i) {
+    float x = t[i];
+    if (a.bias) x += a.bias[tile * 16 + i];
+    if (a.add) x += out[i];
+    out[i] = x;
+  }
+}
+
+// Quantised weights: MR rows against one tile row of 16 outputs.
+template <int Bits, bool F32, bool Min, int Group, int MR>
+HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
+  constexpr int kCodes = Bits == 4 ? 256 : 512;
+  constexpr int kScaleRow = 16 * (F32 ? 4 : 2);
+  constexpr int kParts = 32 / Group;  // scale rows per tile
+  constexpr size_t kTile = kCodes + static_cast<size_t>(kScaleRow) * kParts * (Min ? 2 : 1);
+  constexpr int kRegisters = 8 / kParts;  // code registers per scale row
+  const int groups = a.k / 32;
+  const uint8_t* w = a.weights + static_cast<size_t>(tile) * groups * kTile;
+  const uint8_t* x[MR];
+  Vec acc[MR];
+  for (int r = 0; r < MR; ++r) {
+    x[r] = a.input + static_cast<size_t>(row + r) * a.input_stride;
+    acc[r] = zero();
+  }
+  const size_t scale_at = QuantRow::scale_offset(a.k);
+  const size_t scaled_sum_at = QuantRow::scaled_sum_offset(a.k);
+  const size_t sum_at = QuantRow::sum_offset(a.k);
+  const int32_t zero_point = a.format.zero_point;
+  for (int g = 0; g < groups; ++g, w += kTile) {
+    if constexpr (MR <= 4) {
+      for (size_t line = 0; line < kTile; line += 64) prefetch(w + 4 * kTile + line);
+    }
+    Bytes codes[8];
+    if constexpr (Bits == 4) {
+      for (int j = 0; j < 4; ++j) {
+        const Bytes both = load_bytes(w + 64 * j);
+        codes[j] = low_nibbles(both);
+        codes[4 + j] = high_nibbles(both);
+      }
+    } else {
+      for (int j = 0; j < 8; ++j) codes[j] = load_bytes(w + 64 * j);
+    }
+    for (int part = 0; part < kParts; ++part) {
+      const Vec scale = load_scales(w + kCodes, part, F32);
+      const Vec minimum = Min ? load_scales(w + kCodes + kScaleRow * kParts, part, F32) : zero();
+      for (int r = 0; r < MR; ++r) {
+        const int8_t* q = reinterpret_cast<const int8_t*>(x[r]) + g * 32;
+        const float* scales = reinterpret_cast<const float*>(x[r] + scale_at);
+        const int32_t* sums = reinterpret_cast<const int32_t*>(x[r] + sum_at) + g * 2;
+        const int32_t sum = kParts == 1 ? sums[0] + sums[1] : sums[part];
+        IVec dot = Min ? izero() : iset1(-zero_point * sum);
+        for (int j = part * kRegisters; j < (part + 1) * kRegisters; ++j)
+          dot = Bits == 4 ? dot_u4(dot, codes[j], q + 4 * j) : dot_u8(dot, codes[j], q + 4 * j);
+        acc[r] = fma(mul(to_float(dot), scale), set1(scales[g]), acc[r]);
+        if constexpr (Min) {
+          const float scaled_sum = kParts == 1 ? reinterpret_cast<const float*>(x[r] + scaled_sum_at)[g]
+                                               : scales[g] * static_cast<float>(sum);
+          acc[r] = fma(minimum, set1(scaled_sum), acc[r]);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < MR; ++r) finish(a, acc[r], row + r, tile);
+}
+
+template <int Bits, bool F32, bool Min, int Group>
+void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
+  for (int tile = tile_begin; tile < tile_end; ++tile) {
+    int row = row_begin;
+    for (; row + 8 <= row_end; row += 8) quant_rows<Bits, F32, Min, Group, 8>(a, tile, row);
+    for (; row + 4 <= row_end; row += 4) quant_rows<Bits, F32, Min, Group, 4>(a, tile, row);
+    for (; row + 2 <= row_end; row += 2) quant_rows<Bits, F32, Min, Group, 2>(a, tile, row);
+    for (; row < row_end; ++row) quant_rows<Bits, F32, Min, Group, 1>(a, tile, row);
+  }
+}
+
+// Dense weights: MR rows against NT tile rows of 16 outputs.
+template <bool F32, int MR, int NT>
+HR_INLINE void dense_rows(const MatmulArgs& a, int tile, int row) {
+  constexpr int kStep = F32 ? 64 : 32;  // bytes per input
+  const size_t tile_stride = static_cast<size_t>(a.k) * kStep;
+  const uint8_t* w = a.weights + static_cast<size_t>(tile) * tile_stride;
+  const float* x[MR];
+  Vec acc[MR][NT];
+  for (int r = 0; r < MR; ++r) {
+    x[r] = reinterpret_cast<const float*>(a.input + static_cast<size_t>(row + r) * a.input_stride);
+    for (int t = 0; t < NT; ++t) acc[r][t] = zero();
+  }
+  for (int k = 0; k < a.k; ++k, w += kStep) {
+    Vec weights[NT];
+    for (int t = 0; t < NT; ++t) {
+      const uint8_t* p = w + t * tile_stride;
+      weights[t] = F32 ? load(reinterpret_cast<const float*>(p)) : load_bf16(reinterpret_cast<const uint16_t*>(p));
+    }
+    for (int r = 0; r < MR; ++r) {
+      const Vec xs = set1(x[r][k]);
+      for (int t = 0; t < NT; ++t) acc[r][t] = fma(weights[t], xs, acc[r][t]);
+    }
+  }
+  for (int r = 0; r < MR; ++r)
+    for (int t = 0; t < NT; ++t) finish(a, acc[r][t], row + r, tile + t);
+}
+
+template <bool F32, int NT>
+HR_INLINE void dense_tiles(const MatmulArgs& a, int tile, int row_begin, int row_end) {
+  int row = row_begin;
+  for (; row + 4 <= row_end; row += 4) dense_rows<F32, 4, NT>(a, tile, row);
+  for (; row < row_end; ++row) dense_rows<F32, 1, NT>(a, tile, row);
+}
+
+template <bool F32>
+void dense_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
+  int tile = tile_begin;
+  for (; tile + 4 <= tile_end; tile += 4) dense_tiles<F32, 4>(a, tile, row_begin, row_end);
+  for (; tile < tile_end; ++tile) dense_tiles<F32, 1>(a, tile, row_begin, row_end);
+}
+
+}  // namespace
+
+void matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
+  using Function = void (*)(const MatmulArgs&, int, int, int, int);
+  static const Function quantised[2][2][2][2] = {  // [8 bits][f32][min][group 16]
+      {{{quant_matmul<4, false, false, 32>, quant_matmul<4, false, false, 16>},
+        {quant_matmul<4, false, true, 32>, quant_matmul<4, false, true, 16>}},
+       {{quant_matmul<4, true, false, 32>, quant_matmul<4, true, false, 16>},
+        {quant_matmul<4, true, true, 32>, quant_matmul<4, true, true, 16>}}},
+      {{{quant_matmul<8, false, false, 32>, quant_matmul<8, false, false, 16>},
+        {quant_matmul<8, false, true, 32>, quant_matmul<8, false, true, 16>}},
+       {{quant_matmul<8, true, false, 32>, quant_matmul<8, true, false, 16>},
+        {quant_matmul<8, true, true, 32>, quant_matmul<8, true, true, 16>}}}};
+  const WeightFormat& f = a.format;
+  if (f.kind == WeightFormat::kBf16) return dense_matmul<false>(a, tile_begin, tile_end, row_begin, row_end);
+  if (f.kind == WeightFormat::kF32) return dense_matmul<true>(a, tile_begin, tile_end, row_begin, row_end);
+  quantised[f.kind == WeightFormat::kU8][f.scale_bytes == 4][f.has_minimum != 0][f.group == 16](
+      a, tile_begin, tile_end, row_begin, row_end);
+}
+
+// Rows of the embedding table, dequantised from its packed tiles (a tied head shares them).
+void embed(const WeightFormat& f, const uint8_t* weights, int k, int padded_k, const int32_t* ids, float scale,
+           float* output, size_t stride, int row_begin, int row_end) {
+  for (int row = row_begin; row < row_end; ++row) {
+    const int id = ids[row];
+    const int lane = id % 16;
+    float* out = output + static_cast<size_t>(row) * stride;
+    if (f.dense()) {
+      const size_t step = f.kind == WeightFormat::kF32 ? 64 : 32;
+      const uint8_t* w = weights + static_cast<size_t>(id / 16) * k * step;
+      for (int i = 0; i < k; ++i, w += step) {
+        float x;
+        if (f.kind == WeightFormat::kF32) {
+          x = reinterpret_cast<const float*>(w)[lane];
+        } else {
+          const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(w)[lane]) << 16;
+          std::memcpy(&x, &bits, 4);
+        }
+        out[i] = x * scale;
+      }
+      continue;
+    }
+    const size_t tile_bytes = f.tile_bytes();
+    const int parts = 32 / f.group;
+    const int codes_bytes = f.kind == WeightFormat::kU4 ? 256 : 512;
+    const uint8_t* w = weights + static_cast<size_t>(id / 16) * (padded_k / 32) * tile_bytes;
+    for (int base = 0; base < k; base += 32, w += tile_bytes) {
+      float scales[2], minimums[2] = {0.0f, 0.0f}, t[16];
+      for (int part = 0; part < parts; ++part) {
+        store(t, load_scales(w + codes_bytes, part, f.scale_bytes == 4));
+        scales[part] = t[lane];
+        if (f.has_minimum) {
+          store(t, load_scales(w + codes_bytes + 16 * f.scale_bytes * parts, part, f.scale_bytes == 4));
+          minimums[part] = t[lane];
+        }
+      }
+      const int count = k - base < 32 ? k - base : 32;
+      for (int i = 0; i < count; ++i) {
+        int code;
+        if (f.kind == WeightFormat::kU4) {
+          const int j = i % 16;
+          const uint8_t both = w[64 * (j / 4) + 4 * lane + j % 4];
+          code = i < 16 ? both & 0x0f : both >> 4;
+        } else {
+          code = w[64 * (i / 4) + 4 * lane + i % 4];
+        }
+        const int part = parts == 1 ? 0 : i / 16;
+        const float value = static_cast<float>(code - (f.has_minimum ? 0 : f.zero_point)) * scales[part];
+        out[base + i] = (value + minimums[part]) * scale;
+      }
+    }
+  }
+}
+
+}  // namespace HR_ISA
+}  // namespace headrace

@@ -1,0 +1,176 @@
+// The Python face of the native engine: headrace.backend.cpu._native.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "isa.h"
+#include "program.h"
+
+namespace nb = nanobind;
+
+namespace headrace {
+
+void bind_sampler(nb::module_&);
+void bind_kernels(nb::module_&);
+
+namespace {
+
+template <class T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Table = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Out = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using OutTable = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void expect(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(std::string("batch: wrong length of ") + what);
+}
+
+template <class A>
+auto rows(const A& array, size_t count, const char* what) {
+  expect(array.shape(0) == count, what);
+  return array.data();
+}
+
+// Owns the arrays behind the bases, so that they outlive every step.
+class BoundProgram {
+ public:
+  BoundProgram(nb::bytes instructions, int max_tokens, int max_sequences, int max_logit_rows, int max_positions, int vocab,
+               std::vector<int64_t> block_bytes, const std::string& isa, int threads)
+      : program_(unpack(instructions),
+                 Limits{max_tokens, max_sequences, max_logit_rows, max_positions, vocab,
+                        static_cast<int32_t>(block_bytes.size()), block_bytes},
+                 kernels_for(isa), threads) {}
+
+  void bind(std::vector<nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>> bases) {
+    std::vector<uint8_t*> pointers;
+    std::vector<int64_t> sizes;
+    for (const auto& base : bases) {
+      // Weights are only read; scratch and KV are the caller's writable arrays.
+      pointers.push_back(const_cast<uint8_t*>(base.data()));
+      sizes.push_back(static_cast<int64_t>(base.shape(0)));
+    }
+    program_.bind(std::move(pointers), std::move(sizes));
+    bases_ = std::move(bases);
+  }
+
+  void run(Array<int32_t> token_ids, Array<int32_t> positions, Array<int32_t> query_start, Array<int32_t> context_len,
+           std::vector<Array<int32_t>> slot_mapping, std::vector<Table<int32_t>> block_tables, Array<int32_t> logit_rows,
+           nb::object sampling, Out<int32_t> out_ids, Out<float> out_logprobs, OutTable<int32_t> out_top_ids,
+           OutTable<float> out_top_logprobs, Out<uint8_t> out_failed) {
+    BatchView b{};
+    const size_t n = token_ids.shape(0), m = logit_rows.shape(0);
+    expect(query_start.shape(0) >= 2, "query_start");
+    const size_t r = query_start.shape(0) - 1;
+    b.tokens = static_cast<int32_t>(n);
+    b.sequences = static_cast<int32_t>(r);
+    b.logit_rows = static_cast<int32_t>(m);
+    b.token_ids = token_ids.data();
+    b.positions = rows(positions, n, "positions");
+    b.query_start = query_start.data();
+    for (size_t i = 0; i < r; ++i)
+      expect(query_start.data()[i] >= 0 && query_start.data()[i] <= query_start.data()[i + 1], "query_start's steps");
+    b.context_len = rows(context_len, r, "context_len");
+    b.logit_row_ids = logit_rows.data();
+    expect(slot_mapping.size() + kKv == bases_.size() && block_tables.size() == slot_mapping.size(), "KV groups");
+    for (size_t g = 0; g < slot_mapping.size(); ++g) {
+      b.slot_mapping.push_back(rows(slot_mapping[g], n, "slot_mapping"));
+      b.block_tables.push_back(rows(block_tables[g], r, "block_tables"));
+      b.table_widths.push_back(static_cast<int32_t>(block_tables[g].shape(1)));
+    }
+    b.sampling = sampling_arrays(sampling, m);
+    expect(out_ids.shape(0) == m && out_logprobs.shape(0) == m && out_failed.shape(0) == m && out_top_ids.shape(0) == m &&
+               out_top_logprobs.shape(0) == m && out_top_ids.shape(1) == out_top_logprobs.shape(1),
+           "results");
+    ResultView result{out_ids.data(),           out_logprobs.data(),
+                      out_top_ids.data(),       out_top_logprobs.data(),
+                      static_cast<int32_t>(out_top_ids.shape(1)), out_failed.data()};
+    for (size_t i = 0; i < m; ++i) expect(b.sampling.num_logprobs[i] <= result.top_width, "top_ids (num_logprobs is larger)");
+    nb::gil_scoped_release release;
+    program_.run(b, result);
+  }
+
+  int threads() const { return program_.threads(); }
+  std::string isa() const { return program_.kernels().name; }
+  void set_profiling(bool on) { program_.set_profiling(on); }
+  std::vector<double> take_profile() { return program_.take_profile(); }
+
+ private:
+  static std::vector<Instruction> unpack(const nb::bytes& raw) {
+    if (raw.size() % sizeof(Instruction) != 0) throw std::invalid_argument("instructions: not a whole number of them");
+    std::vector<Instruction> out(raw.size() / sizeof(Instruction));
+    std::memcpy(out.data(), raw.c_str(), raw.size());
+    return out;
+  }
+
+  template <class T>
+  static Array<T> field(const nb::object& table, const char* name) {
+    return nb::cast<Array<T>>(table.attr(name));
+  }
+
+  SamplingArrays sampling_arrays(const nb::object& t, size_t m) const {
+    SamplingArrays s{};
+    s.temperature = rows(field<float>(t, "temperature"), m, "temperature");
+    s.top_k = rows(field<int32_t>(t, "top_k"), m, "top_k");
+    s.top_p = rows(field<float>(t, "top_p"), m, "top_p");
+    s.min_p = rows(field<float>(t, "min_p"), m, "min_p");
+    s.presence = rows(field<float>(t, "presence_penalty"), m, "presence_penalty");
+    s.frequency = rows(field<float>(t, "frequency_penalty"), m, "frequency_penalty");
+    s.repetition = rows(field<float>(t, "repetition_penalty"), m, "repetition_penalty");
+    s.seed = rows(field<uint64_t>(t, "seed"), m, "seed");
+    s.choice = rows(field<uint32_t>(t, "choice"), m, "choice");
+    s.position = rows(field<uint32_t>(t, "position"), m, "position");
+    s.num_logprobs = rows(field<int32_t>(t, "num_logprobs"), m, "num_logprobs");
+    s.mask_row = rows(field<int32_t>(t, "mask_row"), m, "mask_row");
+    const auto seen_ids = field<int32_t>(t, "seen_ids");
+    const auto bias_ids = field<int32_t>(t, "bias_ids");
+    s.seen_start = rows(field<int32_t>(t, "seen_start"), m + 1, "seen_start");
+    s.bias_start = rows(field<int32_t>(t, "bias_start"), m + 1, "bias_start");
+    s.seen_ids = seen_ids.data();
+    s.bias_ids = bias_ids.data();
+    s.seen_counts = rows(field<int32_t>(t, "seen_counts"), seen_ids.shape(0), "seen_counts");
+    s.bias_values = rows(field<float>(t, "bias_values"), bias_ids.shape(0), "bias_values");
+    expect(s.seen_start[m] == static_cast<int32_t>(seen_ids.shape(0)), "seen_ids");
+    expect(s.bias_start[m] == static_cast<int32_t>(bias_ids.shape(0)), "bias_ids");
+    const auto masks = nb::cast<Table<uint32_t>>(t.attr("masks"));
+    s.masks = masks.data();
+    s.mask_words = masks.shape(1);
+    for (size_t i = 0; i < m; ++i)
+      expect(s.mask_row[i] < static_cast<int32_t>(masks.shape(0)) && (s.mask_row[i] < 0 || s.mask_words * 32 >= vocab()),
+             "masks");
+    return s;
+  }
+
+  size_t vocab() const { return static_cast<size_t>(program_.vocab()); }
+
+  Program program_;
+  std::vector<nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>> bases_;
+};
+
+}  // namespace
+}  // namespace headrace
+
+NB_MODULE(_native, m) {
+  using namespace headrace;
+  m.doc() = "Native kernels and the program interpreter of the cpu backend.";
+  m.attr("INSTRUCTION_BYTES") = sizeof(Instruction);
+  m.def("supported_isas", &supported_isas, "Kernel paths that this CPU can run, best first.");
+  m.def("quant_row_bytes", [](int k) { return QuantRow::bytes(k); }, nb::arg("k"), "Bytes of one quantised row of k inputs.");
+  nb::class_<BoundProgram>(m, "Program", "A recorded step; see native/program.h.")
+      .def(nb::init<nb::bytes, int, int, int, int, int, std::vector<int64_t>, const std::string&, int>(),
+           nb::arg("instructions"), nb::kw_only(), nb::arg("max_tokens"), nb::arg("max_sequences"), nb::arg("max_logit_rows"),
+           nb::arg("max_positions"), nb::arg("vocab"), nb::arg("block_bytes"), nb::arg("isa"), nb::arg("threads"))
+      .def("bind", &BoundProgram::bind, nb::arg("bases"))
+      .def("run", &BoundProgram::run)
+      .def("set_profiling", &BoundProgram::set_profiling, nb::arg("on"))
+      .def("take_profile", &BoundProgram::take_profile)
+      .def_prop_ro("threads", &BoundProgram::threads)
+      .def_prop_ro("isa", &BoundProgram::isa);
+  bind_sampler(m);
+  bind_kernels(m);
+}

@@ -1,0 +1,194 @@
+// Kernels that work on each row by itself: norms, quantisation, gated units, rotation with the KV write, soft caps.
+#include "kernels.h"
+#include "simd.h"
+
+namespace headrace {
+namespace HR_ISA {
+namespace {
+
+// One row to int8 per group of 32 (scale = max|x| / 127, round to nearest even), with the sums that zero points and
+// minimums need. A non-finite input makes the group's scale NaN, so that it is seen in the logits and not hidden.
+HR_INLINE void quantise_row(const float* x, int width, uint8_t* out) {
+  const int padded = (width + 31) / 32 * 32;
+  int8_t* q = reinterpret_cast<int8_t*>(out);
+  float* scales = reinterpret_cast<float*>(out + QuantRow::scale_offset(padded));
+  float* scaled_sums = reinterpret_cast<float*>(out + QuantRow::scaled_sum_offset(padded));
+  int32_t* sums = reinterpret_cast<int32_t*>(out + QuantRow::sum_offset(padded));
+  for (int base = 0; base < padded; base += 32) {
+    float tail[32];
+    const float* p = x + base;
+    if (base + 32 > width) {
+      for (int i = 0; i < 32; ++i) tail[i] = base + i < width ? x[base + i] : 0.0f;
+      p = tail;
+    }
+    const Vec a = load(p), b = load(p + 16);
+    const float largest = reduce_max(max(abs(a), abs(b)));
+    const float poison = reduce_add(add(sub(a, a), sub(b, b)));  // 0, or NaN
+    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    const IVec qa = round_to_int(mul(a, set1(inverse))), qb = round_to_int(mul(b, set1(inverse)));
+    store_s8(q + base, qa);
+    store_s8(q + base + 16, qb);
+    int32_t first = 0, second = 0;
+    for (int i = 0; i < 16; ++i) {
+      first += q[base + i];
+      second += q[base + 16 + i];
+    }
+    const float scale = largest / 127.0f + poison;
+    scales[base / 32] = scale;
+    sums[base / 16] = first;
+    sums[base / 16 + 1] = second;
+    scaled_sums[base / 32] = scale * static_cast<float>(first + second);
+  }
+}
+
+// Sum over a row in sixteen lanes, then the fixed fold; the tail goes through lane-wise zeros.
+template <class Term>
+HR_INLINE float sum_row(const float* x, int width, Term term) {
+  Vec acc = zero();
+  int i = 0;
+  for (; i + 16 <= width; i += 16) acc = term(acc, load(x + i));
+  if (i < width) {
+    float tail[16] = {};
+    for (int j = 0; i + j < width; ++j) tail[j] = x[i + j];
+    acc = keep_lanes(term(acc, load(tail)), 0, width - i, acc);
+  }
+  return reduce_add(acc);
+}
+
+HR_INLINE void norm_row(const float* x, const float* weight, int width, bool layer, float eps, float* out, bool accumulate) {
+  float mean = 0.0f;
+  if (layer) mean = sum_row(x, width, [](Vec acc, Vec v) { return add(acc, v); }) / static_cast<float>(width);
+  const Vec m = set1(mean);
+  const float squares = sum_row(x, width, [m](Vec acc, Vec v) {
+    const Vec d = sub(v, m);
+    return fma(d, d, acc);
+  });
+  const float factor = 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
+  const Vec f = set1(factor);
+  int i = 0;
+  for (; i + 16 <= width; i += 16) {
+    Vec y = mul(mul(sub(load(x + i), m), f), load(weight + i));
+    if (accumulate) y = add(y, load(out + i));
+    store(out + i, y);
+  }
+  for (; i < width; ++i) {
+    const float y = (x[i] - mean) * factor * weight[i];
+    out[i] = accumulate ? out[i] + y : y;
+  }
+}
+
+HR_INLINE Vec activate(Vec x, int kind) {
+  if (kind == 0) return div(x, add(set1(1.0f), exp(sub(zero(), x))));  // silu
+  if (kind == 2) {  // gelu, exact form
+    float t[16];
+    store(t, x);
+    for (float& v : t) v = 0.5f * v * (1.0f + std::erf(v * 0.70710678118654752f));
+    return load(t);
+  }
+  const Vec inner = mul(set1(0.7978845608028654f), fma(mul(mul(x, x), x), set1(0.044715f), x));
+  return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh(inner)));  // gelu, tanh form
+}
+
+}  // namespace
+
+void norm(const NormArgs& a, int row_begin, int row_end) {
+  for (int row = row_begin; row < row_end; ++row) {
+    const int source = a.gather ? a.gather[row] : row;
+    const float* x = a.input + static_cast<size_t>(source) * a.input_stride;
+    float* out = a.output + static_cast<size_t>(row) * a.output_stride;
+    norm_row(x, a.weight, a.width, a.layer_norm != 0, a.eps, out, a.add != 0);
+    if (a.quantised) {
+      const int padded = (a.width + 31) / 32 * 32;
+      quantise_row(out, a.width, a.quantised + static_cast<size_t>(row) * QuantRow::bytes(padded));
+    }
+  }
+}
+
+void quantise(const float* input, size_t stride, uint8_t* output, int width, int row_begin, int row_end) {
+  const size_t bytes = QuantRow::bytes((width + 31) / 32 * 32);
+  for (int row = row_begin; row < row_end; ++row)
+    quantise_row(input + static_cast<size_t>(row) * stride, width, output + static_cast<size_t>(row) * bytes);
+}
+
+void glu(const float* input, size_t stride, int up_offset, int activation, float* output, size_t output_stride,
+         uint8_t* quantised, int width, int row_begin, int row_end) {
+  const size_t bytes = QuantRow::bytes((width + 31) / 32 * 32);
+  for (int row = row_begin; row < row_end; ++row) {
+    const float* gate = input + static_cast<size_t>(row) * stride;
+    const float* up = gate + up_offset;
+    float* out = output + static_cast<size_t>(row) * output_stride;
+    int i = 0;
+    for (; i + 16 <= width; i += 16) {
+      const Vec g = load(gate + i), u = load(up + i);
+      store(out + i, mul(activate(g, activation), u));
+    }
+    if (i < width) {
+      float g[16] = {}, u[16] = {}, y[16];
+      for (int j = 0; i + j < width; ++j) {
+        g[j] = gate[i + j];
+        u[j] = up[i + j];
+      }
+      store(y, mul(activate(load(g), activation), load(u)));
+      for (int j = 0; i + j < width; ++j) out[i + j] = y[j];
+    }
+    if (quantised) quantise_row(out, width, quantised + static_cast<size_t>(row) * bytes);
+  }
+}
+
+// KV layout of one block of one layer: per kv head, K as [head_dim][16 slots], then V as [16 slots][head_dim], bf16.
+void rope(const RopeArgs& a, int row_begin, int row_end) {
+  const int half = a.rope_dim / 2;
+  const auto head = [&](float* x, const float* weight, const float* angles, float scale) {
+    if (weight) norm_row(x, weight, a.head_dim, false, a.eps, x, false);
+    if (angles) {
+      const float* cosine = angles;
+      const float* sine = angles + half;
+      int i = 0;
+      for (; i + 16 <= half; i += 16) {
+        const Vec first = load(x + i), second = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+        store(x + i, sub(mul(first, c), mul(second, s)));
+        store(x + half + i, add(mul(second, c), mul(first, s)));
+      }
+      for (; i < half; ++i) {
+        const float first = x[i], second = x[half + i];
+        x[i] = first * cosine[i] - second * sine[i];
+        x[half + i] = second * cosine[i] + first * sine[i];
+      }
+    }
+    if (scale != 1.0f)
+      for (int i = 0; i < a.head_dim; ++i) x[i] *= scale;
+  };
+  for (int row = row_begin; row < row_end; ++row) {
+    float* x = a.qkv + static_cast<size_t>(row) * a.stride;
+    const float* angles = a.angles ? a.angles + static_cast<size_t>(row) * a.rope_dim : nullptr;
+    for (int h = 0; h < a.heads; ++h) head(x + a.q_offset + h * a.head_dim, a.q_norm, angles, a.scale);
+    const int32_t slot = a.slots[row];
+    uint16_t* block = a.kv + static_cast<size_t>(slot / 16) * a.block_stride;
+    for (int h = 0; h < a.kv_heads; ++h) {
+      float* k = x + a.k_offset + h * a.head_dim;
+      const float* v = x + a.v_offset + h * a.head_dim;
+      head(k, a.k_norm, angles, 1.0f);
+      uint16_t* keys = block + static_cast<size_t>(h) * 32 * a.head_dim + slot % 16;
+      uint16_t* values = block + (static_cast<size_t>(h) * 32 + 16 + slot % 16) * a.head_dim;
+      for (int d = 0; d < a.head_dim; ++d) {
+        keys[d * 16] = float_to_bf16(k[d]);
+        values[d] = float_to_bf16(v[d]);
+      }
+    }
+  }
+}
+
+void softcap(float* x, size_t count, float cap) {
+  const Vec c = set1(cap);
+  size_t i = 0;
+  for (; i + 16 <= count; i += 16) store(x + i, mul(c, tanh(div(load(x + i), c))));
+  if (i < count) {
+    float t[16] = {};
+    for (size_t j = 0; i + j < count; ++j) t[j] = x[i + j];
+    store(t, mul(c, tanh(div(load(t), c))));
+    for (size_t j = 0; i + j < count; ++j) x[i + j] = t[j];
+  }
+}
+
+}  // namespace HR_ISA
+}  // namespace headrace

@@ -1,0 +1,137 @@
+"""CpuRunner: a recorded program, its memory, and one native call per step."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import headrace
+from headrace.backend.batch import Batch, StepResult
+from headrace.backend.cpu import _native
+from headrace.backend.cpu.cores import usable_cores
+from headrace.backend.cpu.graph import decoder_graph
+from headrace.backend.cpu.instruction import INSTRUCTION
+from headrace.backend.cpu.recorder import kv_layer_bytes, record
+from headrace.backend.cpu.weights_file import packed_weights
+from headrace.backend.runner import Capabilities, RunnerSettings
+from headrace.errors import ConfigError
+from headrace.model.checkpoint import Checkpoint
+
+MAX_THREADS = 256
+_SPARE = 64  # vector loads may reach this far past the last block
+
+
+def chosen_isa() -> str:
+    """The kernel path in use: ``HEADRACE_ISA`` if set, else the best that this CPU has.
+
+    Raises ConfigError if HEADRACE_ISA names a path that cannot run here.
+    """
+    have: list[str] = _native.supported_isas()
+    wanted = os.environ.get("HEADRACE_ISA", "") or have[0]
+    if wanted not in have:
+        raise ConfigError(f"HEADRACE_ISA={wanted} cannot run here; this machine has: {', '.join(have)}")
+    return wanted
+
+
+def _zeros(size: int) -> NDArray[np.uint8]:
+    """``size`` zero bytes, aligned to 64; the system commits pages only when they are touched."""
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size]
+
+
+class CpuRunner:
+    """Implements headrace.backend.runner.Runner on native kernels. One step at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, settings: RunnerSettings) -> None:
+        isa = chosen_isa()
+        threads = settings.threads or usable_cores()
+        if not 1 <= threads <= MAX_THREADS:
+            raise ConfigError(f"threads must be between 1 and {MAX_THREADS}, got {threads}")
+        self.architecture = arch = checkpoint.architecture
+        nodes = decoder_graph(arch)
+        weights = packed_weights(checkpoint, nodes)
+        recording = record(nodes, arch, weights.tensors, settings, _native.quant_row_bytes)
+        block_bytes = [len(g.layers) * kv_layer_bytes(g.kv_heads, g.head_dim) for g in arch.kv_groups]
+
+        self._scratch = _zeros(recording.scratch_bytes)
+        for offset, values in recording.constants:
+            self._scratch[offset : offset + values.nbytes] = values.view(np.uint8)
+        logits_end = recording.logits_offset + settings.max_sequences * recording.logits_stride
+        flat = self._scratch[recording.logits_offset : logits_end].view(np.float32)
+        self._logits = flat.reshape(settings.max_sequences, -1)[:, : arch.vocab_size]
+
+        assert _native.INSTRUCTION_BYTES == INSTRUCTION.itemsize
+        self._program: Any = _native.Program(
+            recording.instructions.tobytes(),
+            max_tokens=settings.max_batch_tokens,
+            max_sequences=settings.max_sequences,
+            max_logit_rows=settings.max_sequences,
+            max_positions=settings.max_model_len,
+            vocab=arch.vocab_size,
+            block_bytes=block_bytes,
+            isa=isa,
+            threads=threads,
+        )
+        kv = [_zeros(settings.num_blocks * size + _SPARE) for size in block_bytes]
+        self._program.bind([weights.data, self._scratch, *kv])
+        material = f"{headrace.__version__} {isa} {checkpoint.fingerprint()} bf16"
+        self.capabilities = Capabilities(
+            backend="cpu",
+            isa=isa,
+            batch_invariant=True,
+            kv_dtype="bfloat16",
+            threads=threads,
+            fingerprint=hashlib.sha256(material.encode()).hexdigest()[:16],
+        )
+
+    def run(self, batch: Batch) -> StepResult:
+        """One native call. Raises ValueError for a batch that points outside of the runner's memory."""
+        rows = len(batch.logit_rows)
+        asked = batch.sampling.num_logprobs
+        top = max(int(asked.max(initial=0)), 0)
+        result = StepResult(
+            token_ids=np.empty(rows, np.int32),
+            logprobs=np.empty(rows, np.float32),
+            top_ids=np.full((rows, top), -1, np.int32),
+            top_logprobs=np.full((rows, top), np.nan, np.float32),
+            failed=np.empty(rows, np.bool_),
+        )
+        self._program.run(
+            batch.token_ids,
+            batch.positions,
+            batch.query_start,
+            batch.context_len,
+            batch.slot_mapping,
+            batch.block_tables,
+            batch.logit_rows,
+            batch.sampling,
+            result.token_ids,
+            result.logprobs,
+            result.top_ids,
+            result.top_logprobs,
+            result.failed.view(np.uint8),
+        )
+        return result
+
+    def logits(self, batch: Batch) -> NDArray[np.float32]:
+        """Run a step and copy its logits ``[m, vocab]``; bias, penalties and masks, if any, are in them."""
+        self.run(batch)
+        return self._logits[: len(batch.logit_rows)].copy()
+
+    def close(self) -> None:
+        """Release threads, weights and KV."""
+        self._program = None
+        self._scratch = self._logits = np.empty(0, np.uint8)  # type: ignore[assignment]
+
+
+def open_cpu_runner(checkpoint: Checkpoint, settings: RunnerSettings) -> CpuRunner:
+    """Load a checkpoint: map its packed weights (packing them first if need be) and record the program.
+
+    Raises ModelFormatError for tensors that do not fit the architecture, ConfigError for bad settings.
+    """
+    return CpuRunner(checkpoint, settings)

@@ -1,0 +1,214 @@
+"""A Hugging Face folder of safetensors as a :class:`~headrace.model.checkpoint.Checkpoint`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import ModelFormatError
+from headrace.model.architecture import Architecture
+from headrace.model.checkpoint import Dense, Tensor
+from headrace.model.weights.hf_config import architecture_from_hf
+from headrace.model.weights.load_quantization import Quantization, narrow
+from headrace.model.weights.safetensors_file import READABLE, Entry, SafetensorsFile
+from headrace.model.weights.tensor_shapes import expected_shapes
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_MAX_JSON_BYTES = 100_000_000
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_COMPUTED = ".rotary_emb.inv_freq"  # a buffer that old exporters saved along; the network computes it
+
+_LAYER_PARTS = {
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+}
+_POST_NORM_PARTS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "feed_forward_norm": "pre_feedforward_layernorm",
+    "feed_forward_post_norm": "post_feedforward_layernorm",
+}
+
+
+class SafetensorsCheckpoint:
+    """An open folder with ``config.json`` and ``model.safetensors`` or shards with their index.
+
+    ``path``: the folder, or a ``.safetensors`` file in it. ``quantization`` narrows linear weights while they
+    are read, and the embedding and head to int8. Everything but the weights' values is checked on opening.
+    Raises ModelFormatError.
+    """
+
+    def __init__(self, path: Path, *, quantization: Quantization | None = None) -> None:
+        self.path = path
+        self._quantization = quantization
+        folder = path if path.is_dir() else path.parent
+        config = _read_json(folder / "config.json")
+        if config.get("quantization_config") is not None:
+            raise ModelFormatError(
+                "config.json: 'quantization_config': checkpoints that are quantised already are not read "
+                "from safetensors; use the unquantised release with load-time quantisation, or a GGUF file."
+            )
+        self.architecture: Architecture = architecture_from_hf(config)
+        files = [path] if path.is_file() else _weight_files(folder)
+        self._sources = [folder / "config.json", *files]
+        tensors = _collect(files)
+        self._tensors = _match(self.architecture, tensors)
+
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors, in file order."""
+        return tuple(self._tensors)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by canonical name: a read-only view of the file, or a copy where it is transformed."""
+        try:
+            file, hf_name = self._tensors[name]
+        except KeyError:
+            raise ModelFormatError(f"The checkpoint has no tensor {name!r}.") from None
+        dense: Dense = file.read(hf_name)
+        if self.architecture.family == "gemma3" and "norm" in name:
+            # HF Gemma stores weight - 1; in float32, as its own implementation adds it
+            return np.asarray(dense, dtype=np.float32) + np.float32(1)
+        return narrow(name, dense, self._quantization)
+
+    def fingerprint(self) -> str:
+        """Identifies the source cheaply: size, mtime, inode of every file, and the load-time quantisation."""
+        digest = hashlib.sha256(repr(self._quantization).encode())
+        for source in self._sources:
+            stat = source.stat()
+            digest.update(f"|{source.name}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}".encode())
+        return digest.hexdigest()
+
+
+def _match(
+    architecture: Architecture, tensors: dict[str, tuple[SafetensorsFile, Entry]]
+) -> dict[str, tuple[SafetensorsFile, str]]:
+    """Find every tensor that the architecture needs, in file order; refuse a surplus one in a layer.
+
+    A tensor too many inside the network (a bias that config.json denies, a layer beyond the last) means that
+    config.json describes another network: running it would yield fluent nonsense.
+    """
+    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in tensors), None)
+    if prefix is None:
+        raise ModelFormatError("The checkpoint has no tensor 'model.embed_tokens.weight'.")
+    post_norms = any(layer.post_norms for layer in architecture.layers)
+    canonical: dict[str, str] = {}
+    for name, shape in expected_shapes(architecture).items():
+        if name == "head.weight":
+            hf_name = next((head for head in _HEADS if head in tensors), _HEADS[0])
+        else:
+            hf_name = prefix + _hf_name(name, post_norms)
+        if hf_name not in tensors:
+            hint = " ('tie_word_embeddings' is false)" if name == "head.weight" else ""
+            raise ModelFormatError(f"The checkpoint has no tensor {hf_name!r}{hint}.")
+        entry = tensors[hf_name][1]
+        if entry.shape != shape:
+            raise ModelFormatError(
+                f"Tensor {hf_name!r} is {list(entry.shape)}, but config.json makes it {list(shape)}."
+            )
+        if entry.dtype not in READABLE:
+            raise ModelFormatError(
+                f"Tensor {hf_name!r} is {entry.dtype}; weights must be one of {', '.join(READABLE)}."
+            )
+        canonical[hf_name] = name
+    for hf_name in tensors:
+        inside = hf_name.startswith(f"{prefix}layers.")
+        if inside and hf_name not in canonical and not hf_name.endswith(_COMPUTED):
+            raise ModelFormatError(f"Tensor {hf_name!r} has no place in the network of config.json.")
+    return {canonical[name]: (file, name) for name, (file, _) in tensors.items() if name in canonical}
+
+
+def _hf_name(name: str, post_norms: bool) -> str:
+    """The Hugging Face name, without the model's prefix, of a canonical one."""
+    if not name.startswith("layers."):
+        return name.replace("embed.", "embed_tokens.").replace("final_norm.", "norm.")
+    _, index, rest = name.split(".", 2)
+    part, kind = rest.rsplit(".", 1)
+    hf_part = (_POST_NORM_PARTS.get(part) if post_norms else None) or _LAYER_PARTS[part]
+    return f"layers.{index}.{hf_part}.{kind}"
+
+
+def _collect(files: list[Path]) -> dict[str, tuple[SafetensorsFile, Entry]]:
+    tensors: dict[str, tuple[SafetensorsFile, Entry]] = {}
+    for path in files:
+        try:
+            file = SafetensorsFile(path)
+        except OSError as error:
+            raise ModelFormatError(f"{path.name} cannot be read: {error.strerror}.") from error
+        for name, entry in file.entries.items():
+            if name in tensors:
+                raise ModelFormatError(f"Tensor {name!r} is in {tensors[name][0].path.name} and {path.name}.")
+            tensors[name] = (file, entry)
+    return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: those of the index, the one of the usual name, or the only one."""
+    if (folder / _INDEX).is_file():
+        return _indexed_files(folder)
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise ModelFormatError(
+            f"{folder.name} has {len(found)} safetensors files, but neither {_SINGLE} nor {_INDEX} to say "
+            "which belong to the model."
+        )
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise ModelFormatError(
+            f"{folder.name} has only pickled weights ({pickles[0]}), which may run code when they are opened "
+            "and are refused. Use a revision with safetensors, or convert it once where you trust it: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
+        )
+    raise ModelFormatError(f"{folder.name} has no weights: neither {_SINGLE} nor {_INDEX}.")
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    weight_map = _read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFormatError(f"{_INDEX}: 'weight_map' must be an object of tensor names and file names.")
+    files: dict[str, Path] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
+            raise ModelFormatError(
+                f"{_INDEX}: the file of {tensor!r} must be a plain *.safetensors name in the same folder."
+            )
+        files[name] = folder / name
+    for name, path in files.items():
+        if not path.is_file():
+            raise ModelFormatError(f"{_INDEX} names {name}, which is missing: pull the model again.")
+    return [files[name] for name in sorted(files)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelFormatError(
+                f"{path.name} is over {_MAX_JSON_BYTES} bytes: not a description of a model."
+            )
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelFormatError(
+            f"{path.parent.name} has no readable {path.name}: {error.strerror}."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path.name} is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path.name} must be a JSON object.")
+    return value
