@@ -9,10 +9,13 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from headrace.errors import HeadraceError
 
 Status = Literal["ok", "slower", "broken"]
 
@@ -105,13 +108,16 @@ def kernels() -> Check:
             f"the native module does not load: {error}",
             "install headrace again (from source this needs a C++17 compiler)",
         )
-    isa: str = _native.isa()
-    possible: list[str] = list(_native.supported_isas())
+    possible: list[str] = list(_native.supported_isas())  # best first
+    from headrace.backend.cpu.runner import chosen_isa
+
+    try:
+        isa = chosen_isa()
+    except HeadraceError as error:
+        return Check("kernels", "broken", error.message, "unset HEADRACE_ISA")
     text = f"{isa}, of {', '.join(possible)}"
-    best = next((name for name in ("avx512", "avx2") if name in possible), "portable")
-    if isa != best:
-        asked = os.environ.get("HEADRACE_ISA")
-        return Check("kernels", "slower", text, f"unset HEADRACE_ISA (it says {asked!r}) to use {best}")
+    if isa != possible[0]:
+        return Check("kernels", "slower", text, f"unset HEADRACE_ISA to use {possible[0]}")
     return Check("kernels", "ok", text)
 
 
@@ -169,9 +175,12 @@ def cache() -> Check:
 
     folder = cache_dir()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # permissions alone do not tell: read-only mounts, quotas
+            pass
+    except OSError as error:
         fix = "make it writable, or set HEADRACE_CACHE to a folder that is"
-        return Check("cache", "broken", f"{folder} cannot be written", fix)
+        return Check("cache", "broken", f"{folder} cannot be written: {error.strerror}", fix)
     free = shutil.disk_usage(existing).free
     text = f"{folder}, {_gib(free)} free"
     if free < _MIN_DISK_BYTES:
