@@ -97,7 +97,8 @@ def test_draining_has_an_end_and_cut_streams_say_so(smollm2_path: Path) -> None:
 def test_a_second_signal_ends_at_once(smollm2_path: Path) -> None:
     with serving() as server:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}) as stream:
-            next(stream.iter_text())
+            pieces = stream.iter_text()  # dropped, it would close the connection
+            next(pieces)
             server.process.send_signal(signal.SIGINT)
             while httpx.get(f"{server.url}/health/readiness").status_code == 200:
                 time.sleep(0.005)

@@ -33,6 +33,7 @@ _FEATURES = {  # what /proc/cpuinfo calls them: x86, then ARM
     "sve": "SVE",
 }
 _EXTRAS = {"gpu": ("torch", "triton"), "dev": ("pytest", "openai", "ruff", "mypy")}
+_CGROUP = Path("/sys/fs/cgroup")
 _MIN_DISK_BYTES = 2 * 2**30
 _MIN_MEMORY_BYTES = 2**30
 
@@ -71,22 +72,21 @@ def checks() -> Iterator[Check]:
             yield Check(name, "broken", f"could not be checked: {error}", "please report this")
 
 
-def cpu() -> Check:
+def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
     """The CPU's name and the vector instructions that matter here."""
-    model, flags = _cpuinfo()
+    model, flags = _names(cpuinfo)
     found = [plain for flag, plain in _FEATURES.items() if flag in flags]
     text = f"{model}: {', '.join(found) or 'no vector instructions that headrace knows'}"
-    if platform.machine().lower() in ("x86_64", "amd64") and flags and "avx2" not in flags:
+    if "sse2" in flags and "avx2" not in flags:
         return Check("CPU", "slower", text, "use a CPU with AVX2 or AVX-512, or a GPU")
     return Check("CPU", "ok", text)
 
 
-def _cpuinfo() -> tuple[str, set[str]]:
+def _names(cpuinfo: Path) -> tuple[str, set[str]]:
     model, flags = platform.processor() or platform.machine(), set[str]()
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return model, {"asimd"} if platform.machine() == "arm64" else flags
+    text = _read(cpuinfo)
+    if not text and platform.machine() == "arm64":  # Apple's, which all have it
+        flags.add("asimd")
     for line in text.splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -121,11 +121,11 @@ def kernels() -> Check:
     return Check("kernels", "ok", text)
 
 
-def cores() -> Check:
+def cores(cgroup: Path = _CGROUP) -> Check:
     """Cores of the machine, of this process, and what a container's quota leaves of them."""
     total = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
-    quota = _cgroup_cpus()
+    quota = _cgroup_cpus(cgroup)
     text = f"{usable} of {total} usable"
     if quota is not None:
         text += f", quota {quota:g}"
@@ -137,12 +137,11 @@ def cores() -> Check:
     return Check("cores", "ok", text)
 
 
-def _cgroup_cpus() -> float | None:
+def _cgroup_cpus(cgroup: Path) -> float | None:
     """Cores' worth of time that the control group allows; None without a limit."""
-    parts = _read("/sys/fs/cgroup/cpu.max").split()
+    parts = _read(cgroup / "cpu.max").split()  # version 2, else version 1
     if not parts:
-        quota = _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").strip()
-        parts = [quota, _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us").strip()]
+        parts = [_read(cgroup / f"cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
     try:
         quota_us, period_us = float(parts[0]), float(parts[1])
     except (ValueError, IndexError):
@@ -150,19 +149,16 @@ def _cgroup_cpus() -> float | None:
     return quota_us / period_us if quota_us > 0 and period_us > 0 else None
 
 
-def memory() -> Check:
+def memory(cgroup: Path = _CGROUP) -> Check:
     """Memory of the machine, and what of it this process may still take."""
     import psutil
 
     seen = psutil.virtual_memory()
     free, total = int(seen.available), int(seen.total)
-    limit = _read("/sys/fs/cgroup/memory.max").strip() or _read(
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes"
-    )
-    if limit.strip().isdigit() and int(limit) < total:
-        used = (_read("/sys/fs/cgroup/memory.current") or _read("/sys/fs/cgroup/memory/memory.usage_in_bytes")).strip()
-        total = int(limit)
-        free = min(free, total - int(used)) if used.isdigit() else min(free, total)
+    limit = _first_number(cgroup / "memory.max", cgroup / "memory/memory.limit_in_bytes")
+    if limit is not None and limit < total:
+        used = _first_number(cgroup / "memory.current", cgroup / "memory/memory.usage_in_bytes") or 0
+        total, free = limit, min(free, max(limit - used, 0))
     text = f"{_gib(free)} free of {_gib(total)}"
     if free < _MIN_MEMORY_BYTES:
         return Check("memory", "slower", text, "free some, or use a smaller model and --kv-cache-memory 128MiB")
@@ -237,10 +233,11 @@ def gpu() -> Check:
         return Check("GPU", "slower", f"{text}; torch is not installed", "pip install 'headrace[gpu]'")
     import torch
 
-    return _torch_check(torch, text)
+    return suits_torch(torch, text)
 
 
-def _torch_check(torch: Any, text: str) -> Check:
+def suits_torch(torch: Any, text: str) -> Check:
+    """Whether the installed ``torch`` can use the GPU that ``text`` describes."""
     built_for = torch.version.cuda
     text = f"{text}; torch {torch.__version__}"
     if built_for is None:
@@ -263,9 +260,16 @@ def _output(command: list[str]) -> str:
         return ""
 
 
-def _read(path: str) -> str:
+def _first_number(*paths: Path) -> int | None:
+    for path in paths:
+        if (text := _read(path).strip()).isdigit():
+            return int(text)
+    return None
+
+
+def _read(path: Path) -> str:
     try:
-        return Path(path).read_text()
+        return path.read_text()
     except OSError:
         return ""
 
