@@ -9,7 +9,7 @@ import pytest
 from running import RunningServer
 
 MODEL = "smollm2-135m"
-FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+FRANCE = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
 
 
 def test_chat(client: openai.OpenAI) -> None:
