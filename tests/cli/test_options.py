@@ -46,7 +46,9 @@ def test_help_lists_the_commands() -> None:
         assert command in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [["serve", "--port", "70000"], ["nonsense"], ["chat", "--max-tokens", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["serve", "--port", "70000"], ["nonsense"], ["chat", "--max-tokens", "0"]]
+)
 def test_misuse_exits_with_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(app, arguments).exit_code == 2
 

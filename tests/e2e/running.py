@@ -84,7 +84,9 @@ class RunningServer:
 
 
 @contextmanager
-def serving(*arguments: str, env: dict[str, str] | None = None, log: Path | None = None) -> Iterator[RunningServer]:
+def serving(
+    *arguments: str, env: dict[str, str] | None = None, log: Path | None = None
+) -> Iterator[RunningServer]:
     """A server that is ready, and gone afterwards whatever happened."""
     server = RunningServer(*arguments, "--port", "0", env=env, log=log)
     try:
@@ -96,7 +98,9 @@ def serving(*arguments: str, env: dict[str, str] | None = None, log: Path | None
             server.process.wait()
 
 
-def run(*arguments: str, text: str | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, text: str | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """``headrace arguments`` to its end; ``text`` is its standard input."""
     return subprocess.run(
         [*COMMAND, *arguments],

@@ -15,7 +15,14 @@ from running import COMMAND, run
 
 
 def test_piped_text_is_one_prompt_and_only_the_answer_is_printed(smollm2_path: Path) -> None:
-    ended = run("chat", "--temperature", "0", "--max-tokens", "20", text="What is the capital of France? Answer with one word.\n")
+    ended = run(
+        "chat",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "20",
+        text="What is the capital of France? Answer with one word.\n",
+    )
     assert ended.returncode == 0
     assert "Paris" in ended.stdout
     assert "tokens/s" not in ended.stdout

@@ -21,7 +21,8 @@ _VICTIM = """
 import socket, sys
 s = socket.create_connection((sys.argv[1], int(sys.argv[2])))
 body = sys.argv[3].encode()
-s.sendall(b"POST /v1/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: %d\\r\\n\\r\\n%s" % (len(body), body))
+s.sendall(b"POST /v1/completions HTTP/1.1\\r\\nHost: x\\r\\n")
+s.sendall(b"Content-Length: %d\\r\\n\\r\\n%s" % (len(body), body))
 while b"data: " not in s.recv(65536):
     pass
 print("streaming", flush=True)
@@ -95,15 +96,18 @@ def test_draining_has_an_end_and_cut_streams_say_so(smollm2_path: Path) -> None:
 
 
 def test_a_second_signal_ends_at_once(smollm2_path: Path) -> None:
-    with serving() as server:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}) as stream:
-            pieces = stream.iter_text()  # dropped, it would close the connection
-            next(pieces)
-            server.process.send_signal(signal.SIGINT)
-            while httpx.get(f"{server.url}/health/readiness").status_code == 200:
-                time.sleep(0.005)
-            server.process.send_signal(signal.SIGINT)
-            assert server.process.wait(2) == 130
+    asked = LONG | {"stream": True}
+    with (
+        serving() as server,
+        httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=30) as stream,
+    ):
+        pieces = stream.iter_text()  # dropped, it would close the connection
+        next(pieces)
+        server.process.send_signal(signal.SIGINT)
+        while httpx.get(f"{server.url}/health/readiness").status_code == 200:
+            time.sleep(0.005)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(2) == 130
 
 
 def test_cold_start(smollm2_path: Path) -> None:

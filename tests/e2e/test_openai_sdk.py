@@ -81,7 +81,9 @@ def test_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_completion_logprobs(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt="One, two,", temperature=0, max_tokens=5, logprobs=2)
+    answer = client.completions.create(
+        model=MODEL, prompt="One, two,", temperature=0, max_tokens=5, logprobs=2
+    )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert "".join(logprobs.tokens or []) == answer.choices[0].text

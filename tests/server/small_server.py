@@ -1,4 +1,4 @@
-"""A whole server in one process: the real frontend and engine over a simulated runner, and a byte tokenizer."""
+"""A whole server in one process: the real frontend and engine, a simulated runner, a byte tokenizer."""
 
 from __future__ import annotations
 

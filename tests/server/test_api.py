@@ -162,7 +162,10 @@ async def test_models_are_listed_under_every_name(frontend) -> None:
     app = small_app(frontend, served_model_names=("one", "org/two"))
     async with connected(app) as client:
         listed = (await client.get("/v1/models")).json()
-        assert [(card["id"], card["object"]) for card in listed["data"]] == [("one", "model"), ("org/two", "model")]
+        assert [(card["id"], card["object"]) for card in listed["data"]] == [
+            ("one", "model"),
+            ("org/two", "model"),
+        ]
         assert (await client.get("/v1/models/org/two")).json()["max_model_len"] == MAX_MODEL_LEN
         assert (await client.get("/v1/models/three")).json()["error"]["code"] == "model_not_found"
     response = await post(app, CHAT, {"model": "org/two", "messages": USER, "max_tokens": 1})

@@ -111,7 +111,7 @@ async def test_a_dead_engine_makes_the_server_unhealthy() -> None:
 
 
 async def test_our_own_mistakes_are_500_and_logged_without_content() -> None:
-    """A tokenizer without a decoder cannot happen here, so a settings object that breaks stands for any bug."""
+    """A settings object that breaks stands for any bug."""
     out = io.StringIO()
     frontend = small_frontend()
     state = ServerState(ServerSettings(served_model_names=("small",), max_prompts="x"), logger(out))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ _STYLES = {"ok": "green", "slower": "yellow", "broken": "bold red"}
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
-    """Check this machine: every line says ok, slower or broken, and the fix. Exits with 1 if any is broken."""
+    """Check this machine: every line says ok, slower or broken, and the fix. Broken exits with 1."""
     from headrace.cli.machine import checks
 
     broken = False

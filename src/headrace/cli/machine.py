@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -100,7 +99,7 @@ def _names(cpuinfo: Path) -> tuple[str, set[str]]:
 def kernels() -> Check:
     """Which of the native kernels' paths this process uses, of those that it could."""
     try:
-        from headrace.backend.cpu import _native
+        from headrace.backend.cpu._native import supported_isas
     except ImportError as error:
         return Check(
             "kernels",
@@ -108,7 +107,7 @@ def kernels() -> Check:
             f"the native module does not load: {error}",
             "install headrace again (from source this needs a C++17 compiler)",
         )
-    possible: list[str] = list(_native.supported_isas())  # best first
+    possible: list[str] = list(supported_isas())  # best first
     from headrace.backend.cpu.runner import chosen_isa
 
     try:
@@ -161,7 +160,9 @@ def memory(cgroup: Path = _CGROUP) -> Check:
         total, free = limit, min(free, max(limit - used, 0))
     text = f"{_gib(free)} free of {_gib(total)}"
     if free < _MIN_MEMORY_BYTES:
-        return Check("memory", "slower", text, "free some, or use a smaller model and --kv-cache-memory 128MiB")
+        return Check(
+            "memory", "slower", text, "free some, or use a smaller model and --kv-cache-memory 128MiB"
+        )
     return Check("memory", "ok", text)
 
 
@@ -186,9 +187,9 @@ def cache() -> Check:
 
 def python() -> Check:
     """The interpreter."""
-    text = f"{platform.python_implementation()} {platform.python_version()} on {platform.platform(terse=True)}"
-    if sys.version_info < (3, 11):
-        return Check("Python", "broken", text, "use Python 3.11 or later")
+    text = (
+        f"{platform.python_implementation()} {platform.python_version()} on {platform.platform(terse=True)}"
+    )
     return Check("Python", "ok", text)
 
 
@@ -226,7 +227,9 @@ def gpu() -> Check:
     cards = [line.strip() for line in listed.splitlines() if line.strip()]
     if not cards:
         if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists():
-            return Check("GPU", "broken", "a driver is loaded but nvidia-smi finds no GPU", "reinstall the driver")
+            return Check(
+                "GPU", "broken", "a driver is loaded but nvidia-smi finds no GPU", "reinstall the driver"
+            )
         return Check("GPU", "ok", "none; the cpu backend serves")
     text = "; ".join(cards)
     if importlib.util.find_spec("torch") is None:

@@ -147,7 +147,9 @@ class _EngineCollector(Collector):
         yield self._counter("prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits)
         yield self._counter("prompt_tokens", "Prompt tokens of scheduled requests.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
-        yield self._counter("num_preemptions", "Sequences put back for want of blocks.", stats.num_preemptions)
+        yield self._counter(
+            "num_preemptions", "Sequences put back for want of blocks.", stats.num_preemptions
+        )
         yield self._summary("step_seconds", "Time in engine steps.", stats.num_steps, stats.step_seconds)
         yield self._summary("batch_tokens", "Tokens in engine steps.", stats.num_steps, stats.batch_tokens)
         yield self._gauge("device_memory_bytes", "Resident memory, the engine's included.", self._memory())

@@ -32,7 +32,7 @@ def error_response(error: HeadraceError, state: ServerState) -> Response:
 
 
 class Outermost:
-    """Wraps the whole application. ``scope["state"]`` gets ``request_id`` and ``log`` (fields of the line)."""
+    """Wraps the whole application. ``scope["state"]`` gets ``request_id`` and ``log``, the line's fields."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app

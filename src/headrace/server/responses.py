@@ -104,7 +104,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct):
@@ -115,7 +115,7 @@ class ChatCompletionChunk(msgspec.Struct):
     model: str
     system_fingerprint: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -126,7 +126,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -137,7 +137,7 @@ class Completion(msgspec.Struct):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
 
 

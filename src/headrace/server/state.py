@@ -79,7 +79,7 @@ class ServerState:
 
     @property
     def frontend(self) -> Frontend:
-        """The loaded frontend. Raises OverloadedError while loading or draining, EngineDeadError if failed."""
+        """The loaded frontend. Raises OverloadedError while loading or draining, EngineDeadError later."""
         if self.phase == "loading":
             raise OverloadedError("the model is still loading; try again in a moment")
         if self.phase == "draining":
