@@ -8,6 +8,7 @@
 
 #include "isa.h"
 #include "program.h"
+#include "sampling_table.h"
 
 namespace nb = nanobind;
 
@@ -83,7 +84,7 @@ class BoundProgram {
       b.block_tables.push_back(rows(block_tables[g], r, "block_tables"));
       b.table_widths.push_back(static_cast<int32_t>(block_tables[g].shape(1)));
     }
-    b.sampling = sampling_arrays(sampling, m);
+    b.sampling = sampling_arrays(sampling, m, vocab());
     expect(out_ids.shape(0) == m && out_logprobs.shape(0) == m && out_failed.shape(0) == m && out_top_ids.shape(0) == m &&
                out_top_logprobs.shape(0) == m && out_top_ids.shape(1) == out_top_logprobs.shape(1),
            "results");
@@ -106,44 +107,6 @@ class BoundProgram {
     std::vector<Instruction> out(raw.size() / sizeof(Instruction));
     std::memcpy(out.data(), raw.c_str(), raw.size());
     return out;
-  }
-
-  template <class T>
-  static Array<T> field(const nb::object& table, const char* name) {
-    return nb::cast<Array<T>>(table.attr(name));
-  }
-
-  SamplingArrays sampling_arrays(const nb::object& t, size_t m) const {
-    SamplingArrays s{};
-    s.temperature = rows(field<float>(t, "temperature"), m, "temperature");
-    s.top_k = rows(field<int32_t>(t, "top_k"), m, "top_k");
-    s.top_p = rows(field<float>(t, "top_p"), m, "top_p");
-    s.min_p = rows(field<float>(t, "min_p"), m, "min_p");
-    s.presence = rows(field<float>(t, "presence_penalty"), m, "presence_penalty");
-    s.frequency = rows(field<float>(t, "frequency_penalty"), m, "frequency_penalty");
-    s.repetition = rows(field<float>(t, "repetition_penalty"), m, "repetition_penalty");
-    s.seed = rows(field<uint64_t>(t, "seed"), m, "seed");
-    s.choice = rows(field<uint32_t>(t, "choice"), m, "choice");
-    s.position = rows(field<uint32_t>(t, "position"), m, "position");
-    s.num_logprobs = rows(field<int32_t>(t, "num_logprobs"), m, "num_logprobs");
-    s.mask_row = rows(field<int32_t>(t, "mask_row"), m, "mask_row");
-    const auto seen_ids = field<int32_t>(t, "seen_ids");
-    const auto bias_ids = field<int32_t>(t, "bias_ids");
-    s.seen_start = rows(field<int32_t>(t, "seen_start"), m + 1, "seen_start");
-    s.bias_start = rows(field<int32_t>(t, "bias_start"), m + 1, "bias_start");
-    s.seen_ids = seen_ids.data();
-    s.bias_ids = bias_ids.data();
-    s.seen_counts = rows(field<int32_t>(t, "seen_counts"), seen_ids.shape(0), "seen_counts");
-    s.bias_values = rows(field<float>(t, "bias_values"), bias_ids.shape(0), "bias_values");
-    expect(s.seen_start[m] == static_cast<int32_t>(seen_ids.shape(0)), "seen_ids");
-    expect(s.bias_start[m] == static_cast<int32_t>(bias_ids.shape(0)), "bias_ids");
-    const auto masks = nb::cast<Table<uint32_t>>(t.attr("masks"));
-    s.masks = masks.data();
-    s.mask_words = masks.shape(1);
-    for (size_t i = 0; i < m; ++i)
-      expect(s.mask_row[i] < static_cast<int32_t>(masks.shape(0)) && (s.mask_row[i] < 0 || s.mask_words * 32 >= vocab()),
-             "masks");
-    return s;
   }
 
   size_t vocab() const { return static_cast<size_t>(program_.vocab()); }

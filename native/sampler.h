@@ -70,12 +70,12 @@ struct SampledRow {
   float* top_logprobs;
 };
 
-// Bytes of scratch, aligned to 64, that a thread needs for rows of a vocabulary; sample_row allocates nothing.
+// Bytes of scratch, aligned as a double, that a thread needs for rows of a vocabulary; sample_row allocates nothing.
 size_t sampler_workspace_bytes(int32_t vocab);
 
-// Samples one row. `logits` ([vocab]) is overwritten where bias, penalties and mask touch it.
-// Fails, and touches nothing else, when a raw logit is NaN or +inf, when bias and penalties make one so or name an id
-// outside the vocabulary, or when no token is left. Compiled once per ISA path; reached through the kernel table.
-using SampleRow = void (*)(float* logits, int32_t vocab, const SamplingRow& row, void* workspace, SampledRow* out);
+// void sample_row(float* logits, int32_t vocab, const SamplingRow& row, void* workspace, SampledRow* out)
+// is in the kernel table, one for each ISA path. It overwrites `logits` ([vocab]) where bias, penalties, mask and top-k
+// say so. A row fails, alone, when a raw logit is NaN or +inf, when bias and penalties make one so or name an id outside
+// the vocabulary, or when no token is left. num_logprobs below 0 = none. Thread-safe; reads no state but its arguments.
 
 }  // namespace headrace

@@ -14,7 +14,6 @@ def cache_dir() -> Path:
     """
     if own := os.environ.get("HEADRACE_CACHE"):
         return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification tells programs to ignore relative paths.
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return root / "headrace"
+    return (base if base.is_absolute() else Path.home() / ".cache") / "headrace"

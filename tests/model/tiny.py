@@ -15,6 +15,8 @@ import torch
 import transformers
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+torch.set_num_threads(1)  # tiny matrices gain nothing from threads, and tests share the machine
+
 Builder = Callable[[Path], Any]
 
 _SIZES: dict[str, Any] = {

@@ -174,5 +174,14 @@ def _check_shapes(logits: Float32, table: SamplingTable) -> None:
     )
     if any(column.shape != (rows,) for column in per_row):
         raise ValueError(f"a sampling table for {rows} logit rows needs {rows} entries in each column")
+    for name, start, values in (
+        ("seen_start", table.seen_start, (table.seen_ids, table.seen_counts)),
+        ("bias_start", table.bias_start, (table.bias_ids, table.bias_values)),
+    ):
+        entries = int(start[-1])
+        if start[0] != 0 or (np.diff(start) < 0).any() or any(v.shape != (entries,) for v in values):
+            raise ValueError(f"{name} must ascend from 0 to the number of entries that it divides")
+    if table.mask_row.max(initial=-1) >= table.masks.shape[0]:
+        raise ValueError(f"mask_row names masks beyond the {table.masks.shape[0]} that there are")
     if table.mask_row.max(initial=-1) >= 0 and table.masks.shape[1] != (vocab + 31) // 32:
         raise ValueError(f"masks of a vocabulary of {vocab} need {(vocab + 31) // 32} words a row")

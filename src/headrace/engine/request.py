@@ -32,8 +32,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: int | None = None  # None = none; 0 = the sampled token's only; k = the top k's too
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
 
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Raise InvalidRequestError, naming the field, what is wrong with it and what would be right.
 
-class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+        Without ``vocab_size`` token ids are not compared with the vocabulary.
+        """
+        from headrace.engine.validate import check_sampling_params  # it knows this class
+
+        check_sampling_params(self, vocab_size)
+
+
+class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="request"):
     """One client's request, tokenised. ``params.n`` sequences come of it."""
 
     request_id: str

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_CHUNK_ELEMENTS = 1 << 18  # dequantised at a time: one pass through memory however large the matrix
+
 
 @dataclass(frozen=True, slots=True)
 class QuantTensor:
@@ -33,10 +35,16 @@ class QuantTensor:
     def dequantize(self) -> NDArray[np.float32]:
         """The float32 matrix ``[n, k]``, computed in float32."""
         n, k = self.shape
-        grouped = self.codes.reshape(n, k // self.group_size, self.group_size).astype(np.float32)
-        out = (grouped - np.float32(self.zero_point)) * self.scale.astype(np.float32)[:, :, None]
-        if self.minimum is not None:
-            out += self.minimum.astype(np.float32)[:, :, None]
+        groups = k // self.group_size
+        out = np.empty((n, groups, self.group_size), dtype=np.float32)
+        step = max(1, _CHUNK_ELEMENTS // max(k, 1))
+        for start in range(0, n, step):
+            rows, part = slice(start, start + step), out[start : start + step]
+            part[...] = self.codes[rows].reshape(-1, groups, self.group_size)
+            part -= np.float32(self.zero_point)
+            part *= self.scale[rows].astype(np.float32)[:, :, None]
+            if self.minimum is not None:
+                part += self.minimum[rows].astype(np.float32)[:, :, None]
         return out.reshape(n, k)
 
     def take_rows(self, rows: NDArray[np.intp]) -> QuantTensor:

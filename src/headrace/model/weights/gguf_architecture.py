@@ -53,6 +53,11 @@ _FAMILIES = {
 }
 
 
+def _stretched(rope: RopeSpec) -> int:
+    """The context that YaRN was fitted for; files keep the one from before it, or after it."""
+    return int(rope.original_max_positions * rope.factor) if rope.scaling == "yarn" else 0
+
+
 def stores_interleaved_rope(architecture: Architecture) -> bool:
     """Whether files of this family keep q and k rows permuted for interleaved rotary pairs."""
     return _FAMILIES[architecture.family].interleaved_rope
@@ -95,7 +100,7 @@ class _Reader:
         scale = 1 / math.sqrt(head_dim)
         if self._family.gemma and count == _GEMMA_27B_LAYERS:
             scale = 1 / math.sqrt(hidden / heads[0])
-        softcap = self._cap("attn_logit_softcapping")
+        softcap = self._optional("attn_logit_softcapping")
         activation: Activation = "gelu_tanh" if self._family.gemma else "silu"
         groups: dict[tuple[int, int | None], int] = {}
         layers = []
@@ -124,25 +129,25 @@ class _Reader:
             family=self._name,
             vocab_size=self._vocab_size(),
             hidden_size=hidden,
-            max_positions=positions,
+            max_positions=min(max(positions, _stretched(rope)), _MAX_POSITIONS),
             layers=tuple(layers),
             final_norm=norm,
             tied_head="output.weight" not in self._file.tensors,
             embedding_scale=math.sqrt(hidden) if self._family.gemma else 1.0,
-            logit_softcap=self._cap("final_logit_softcapping"),
+            logit_softcap=self._optional("final_logit_softcapping"),
         )
 
     def _refuse_what_is_beyond_us(self) -> None:
         parts = self._file.metadata.get("split.count", 1)
-        if parts not in (0, 1):
+        if isinstance(parts, int) and parts > 1:
             self._fail(f"it is one of {parts} parts; merge them first (llama-gguf-split --merge)")
-        if self._get("expert_count") not in (None, 0):
+        if self._scalar("expert_count") not in (None, 0):
             self._fail("it is a mixture of experts, which headrace does not run")
-        if self._get("attention.causal") is False:
+        if self._scalar("attention.causal") is False:
             self._fail("its attention is not causal: it is an encoder, which headrace does not generate with")
 
     def _head_dim(self, hidden: int, heads: int) -> int:
-        if self._get("attention.key_length") is None and hidden % heads:
+        if self._scalar("attention.key_length") is None and hidden % heads:
             self._fail(
                 f"embedding_length {hidden} is no multiple of attention.head_count {heads}, and there is no "
                 "attention.key_length"
@@ -168,7 +173,7 @@ class _Reader:
     def _windows(self, count: int, positions: int) -> list[int | None]:
         """The sliding window of each layer; None where a layer sees everything."""
         window: int | None = None
-        if self._family.gemma or (self._family.windowed and self._get("attention.sliding_window")):
+        if self._family.gemma or (self._family.windowed and self._scalar("attention.sliding_window")):
             window = self._integer("attention.sliding_window", 1 << 31)
         if not self._family.gemma:
             return [None if window is None or window >= positions else window] * count
@@ -189,15 +194,16 @@ class _Reader:
         local_base = self._number("rope.freq_base_swa", low=1.0, high=1e12, default=_GEMMA_LOCAL_BASE)
         factors = self._rope_factors(dim)
         plain, local = RopeSpec(base, dim, factors=factors), RopeSpec(local_base, dim)
-        old_factor = self._number("rope.scale_linear", low=0.0, high=1e6, default=1.0)
-        factor = self._number("rope.scaling.factor", low=0.0, high=1e6, default=old_factor)
-        kind = self._get("rope.scaling.type", "linear")  # llama.cpp's default, harmless without a factor
+        factor = self._optional("rope.scaling.factor") or self._optional("rope.scale_linear") or 1.0
+        kind = self._scalar("rope.scaling.type", "linear")  # llama.cpp's default, harmless without a factor
         if kind == "none" or factor == 1.0:
             return plain, local
         if kind == "linear":
             return RopeSpec(base, dim, "linear", factor, factors=factors), local
         if kind != "yarn":
             self._fail(f"rope.scaling.type is {kind!r}; headrace knows none, linear and yarn")
+        if factor < 1:
+            self._fail(f"metadata key {self._name}.rope.scaling.factor is {factor}; yarn extends: 1 or more")
         if self._number("rope.scaling.yarn_ext_factor", low=0.0, high=1e6, default=1.0) != 1.0:
             self._fail("rope.scaling.yarn_ext_factor is not 1, which headrace does not run")
         attention_factor = 1 + 0.1 * math.log(factor)
@@ -243,8 +249,14 @@ class _Reader:
     def _get(self, key: str, default: object = None) -> object:
         return self._file.metadata.get(f"{self._name}.{key}", default)
 
-    def _required(self, key: str, default: object) -> object:
+    def _scalar(self, key: str, default: object = None) -> object:
         value = self._get(key, default)
+        if isinstance(value, np.ndarray | list):
+            self._fail(f"metadata key {self._name}.{key} is an array; it must be a single value")
+        return value
+
+    def _required(self, key: str, default: object) -> object:
+        value = self._scalar(key, default)
         if value is None:
             self._fail(f"metadata key {self._name}.{key} is missing")
         return value
@@ -253,23 +265,23 @@ class _Reader:
         """A whole number from 1 to ``most``."""
         value = self._required(key, default)
         if type(value) is not int or not 1 <= value <= most:
-            shown = repr(value) if isinstance(value, (int, float)) else type(value).__name__
-            self._fail(f"metadata key {self._name}.{key} is {shown}; it must be a whole number, 1 to {most}")
+            self._fail(
+                f"metadata key {self._name}.{key} is {value!r}; it must be a whole number, 1 to {most}"
+            )
         return value
 
     def _number(self, key: str, *, low: float, high: float, default: float | None = None) -> float:
-        """A finite number above ``low`` (or equal to it, if it is not 0) and at most ``high``."""
+        """A number above ``low`` and at most ``high``."""
         value = self._required(key, default)
-        if isinstance(value, int | float) and type(value) is not bool:
-            number = float(value)
-            if low < number <= high or number == low != 0:
-                return number
-        shown = repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
-        self._fail(f"metadata key {self._name}.{key} is {shown}; it must be a number, {low:g} to {high:g}")
+        if isinstance(value, int | float) and type(value) is not bool and low < float(value) <= high:
+            return float(value)
+        self._fail(
+            f"metadata key {self._name}.{key} is {value!r}; it must be a number above {low:g}, up to {high:g}"
+        )
 
-    def _cap(self, key: str) -> float | None:
-        """A soft cap; absent or zero means none."""
-        return None if self._get(key) in (None, 0.0) else self._number(key, low=0.0, high=1e6)
+    def _optional(self, key: str) -> float | None:
+        """A positive number; absent or zero means that there is none."""
+        return None if self._scalar(key) in (None, 0) else self._number(key, low=0.0, high=1e6)
 
     def _per_layer(self, key: str, count: int, *, default: list[int] | None = None) -> list[int]:
         """A whole number for each of ``count`` layers, given once for all or as an array."""

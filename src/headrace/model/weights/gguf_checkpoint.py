@@ -15,7 +15,7 @@ from headrace.model.weights.gguf_architecture import ROPE_FACTORS, read_architec
 from headrace.model.weights.gguf_cursor import format_error
 from headrace.model.weights.gguf_names import gguf_name
 from headrace.model.weights.load_quantization import Quantization, narrow
-from headrace.model.weights.shapes import tensor_shapes
+from headrace.model.weights.tensor_shapes import expected_shapes
 
 
 class GGUFCheckpoint:
@@ -41,7 +41,12 @@ class GGUFCheckpoint:
         return tuple(self._stored)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor by canonical name. Raises KeyError for a name that is not in :meth:`names`."""
+        """One tensor by canonical name; floats as read-only views of the file, unless rows were permuted.
+
+        Raises ModelFormatError for a name that is not in :meth:`names`, or scales that are not finite.
+        """
+        if name not in self._stored:
+            raise format_error(self.path, f"it has no tensor {name}")
         tensor = self.file.tensor(self._stored[name])
         rows = self._rows.get(name)
         if rows is not None:
@@ -56,7 +61,9 @@ class GGUFCheckpoint:
 
     def _match_tensors(self) -> dict[str, str]:
         """Canonical to stored name, in file order; refuses missing, surplus and misshapen tensors."""
-        wanted = {gguf_name(name): (name, shape) for name, shape in tensor_shapes(self.architecture).items()}
+        wanted = {
+            gguf_name(name): (name, shape) for name, shape in expected_shapes(self.architecture).items()
+        }
         missing = [stored for stored in wanted if stored not in self.file.tensors]
         if missing:
             raise format_error(self.path, f"tensor {missing[0]} is missing{_and_more(missing)}")

@@ -18,9 +18,8 @@ class Keys:
 
     def __init__(self, values: object, path: str = "") -> None:
         if not isinstance(values, Mapping):
-            raise ModelFormatError(
-                f"config.json: {path.rstrip('.') or 'the file'} must be a JSON object, not {_show(values)}."
-            )
+            name = f"'{path[:-1]}'" if path else "the whole"
+            raise ModelFormatError(f"config.json: {name} must be a JSON object, not {_show(values)}.")
         self._values: Mapping[str, Any] = values
         self._path = path
 

@@ -8,7 +8,7 @@ from headrace.model.architecture import RopeSpec
 from headrace.model.weights.hf_keys import Keys
 
 _SUPPORTED = "default, linear, llama3, yarn"
-_MAX_FACTOR = 2.0**20
+_MIN_FACTOR, _MAX_FACTOR = 1e-3, 1e6
 
 
 def rope_from_hf(keys: Keys, *, dim: int, max_positions: int, base: float = 10000.0) -> RopeSpec:
@@ -38,7 +38,9 @@ def rope_of_section(section: Keys, outer: Keys, *, dim: int, max_positions: int,
     if kind == "default":
         return RopeSpec(base, dim)
     if kind == "linear":
-        return RopeSpec(base, dim, "linear", factor=section.number("factor", high=_MAX_FACTOR))
+        return RopeSpec(
+            base, dim, "linear", factor=section.number("factor", low=_MIN_FACTOR, high=_MAX_FACTOR)
+        )
     if kind not in ("llama3", "yarn"):
         raise section.wrong(key, f"is {kind!r}, which is not supported; it must be one of {_SUPPORTED}")
     where = outer if outer.has("original_max_position_embeddings") else section
@@ -54,7 +56,7 @@ def rope_of_section(section: Keys, outer: Keys, *, dim: int, max_positions: int,
             base,
             dim,
             "llama3",
-            factor=section.number("factor", high=_MAX_FACTOR),
+            factor=section.number("factor", low=_MIN_FACTOR, high=_MAX_FACTOR),
             original_max_positions=original,
             low_freq_factor=low,
             high_freq_factor=high,
@@ -65,7 +67,7 @@ def rope_of_section(section: Keys, outer: Keys, *, dim: int, max_positions: int,
 def _yarn(section: Keys, *, dim: int, base: float, max_positions: int, original: int) -> RopeSpec:
     if not section.flag("truncate", True):
         raise section.wrong("truncate", "is false, which is not supported; it must be true or absent")
-    factor = section.number("factor", max_positions / original, high=_MAX_FACTOR)
+    factor = section.number("factor", max_positions / original, low=_MIN_FACTOR, high=_MAX_FACTOR)
     fast = section.number("beta_fast", 32.0)
     slow = section.number("beta_slow", 1.0)
     if fast <= slow:

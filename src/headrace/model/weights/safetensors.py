@@ -14,11 +14,11 @@ from headrace.model.architecture import Architecture
 from headrace.model.checkpoint import Dense, Tensor
 from headrace.model.weights.hf_config import architecture_from_hf
 from headrace.model.weights.load_quantization import Quantization, narrow
+from headrace.model.weights.pickles import PICKLE_SUFFIXES, pickle_refusal
 from headrace.model.weights.safetensors_file import READABLE, Entry, SafetensorsFile
-from headrace.model.weights.tensor_shapes import expected_shapes
+from headrace.model.weights.shapes import tensor_shapes
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAX_JSON_BYTES = 100_000_000
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -47,37 +47,34 @@ _POST_NORM_PARTS = {
 class SafetensorsCheckpoint:
     """An open folder with ``config.json`` and ``model.safetensors`` or shards with their index.
 
-    ``path``: the folder, or a ``.safetensors`` file in it. ``quantization`` narrows linear weights while they
-    are read, and the embedding and head to int8. Everything but the weights' values is checked on opening.
-    Raises ModelFormatError.
+    ``quantization`` narrows linear weights while they are read, and the embedding and head to int8.
+    Everything but the weights' values is checked on opening. Raises ModelFormatError.
     """
 
     def __init__(self, path: Path, *, quantization: Quantization | None = None) -> None:
         self.path = path
         self._quantization = quantization
-        folder = path if path.is_dir() else path.parent
-        config = _read_json(folder / "config.json")
+        config = _read_json(path / "config.json")
         if config.get("quantization_config") is not None:
             raise ModelFormatError(
                 "config.json: 'quantization_config': checkpoints that are quantised already are not read "
                 "from safetensors; use the unquantised release with load-time quantisation, or a GGUF file."
             )
         self.architecture: Architecture = architecture_from_hf(config)
-        files = [path] if path.is_file() else _weight_files(folder)
-        self._sources = [folder / "config.json", *files]
-        tensors = _collect(files)
-        self._tensors = _match(self.architecture, tensors)
+        files = _weight_files(path)
+        self._sources = [path / "config.json", *files]
+        self._tensors = _match(self.architecture, _collect(files))
 
     def names(self) -> tuple[str, ...]:
         """Canonical names of all tensors, in file order."""
         return tuple(self._tensors)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor by canonical name: a read-only view of the file, or a copy where it is transformed."""
-        try:
-            file, hf_name = self._tensors[name]
-        except KeyError:
-            raise ModelFormatError(f"The checkpoint has no tensor {name!r}.") from None
+        """One tensor by canonical name: a read-only view of the file, or a copy where it is transformed.
+
+        Raises KeyError for a name that is not in :meth:`names`.
+        """
+        file, hf_name = self._tensors[name]
         dense: Dense = file.read(hf_name)
         if self.architecture.family == "gemma3" and "norm" in name:
             # HF Gemma stores weight - 1; in float32, as its own implementation adds it
@@ -106,7 +103,7 @@ def _match(
         raise ModelFormatError("The checkpoint has no tensor 'model.embed_tokens.weight'.")
     post_norms = any(layer.post_norms for layer in architecture.layers)
     canonical: dict[str, str] = {}
-    for name, shape in expected_shapes(architecture).items():
+    for name, shape in tensor_shapes(architecture).items():
         if name == "head.weight":
             hf_name = next((head for head in _HEADS if head in tensors), _HEADS[0])
         else:
@@ -169,13 +166,9 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder.name} has {len(found)} safetensors files, but neither {_SINGLE} nor {_INDEX} to say "
             "which belong to the model."
         )
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    pickles = sorted(path for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
-        raise ModelFormatError(
-            f"{folder.name} has only pickled weights ({pickles[0]}), which may run code when they are opened "
-            "and are refused. Use a revision with safetensors, or convert it once where you trust it: "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
-        )
+        raise pickle_refusal(pickles[0])
     raise ModelFormatError(f"{folder.name} has no weights: neither {_SINGLE} nor {_INDEX}.")
 
 

@@ -1,0 +1,88 @@
+# headrace: build, serve, test. Needs Python 3.11 or newer, a C++17 compiler, make; the rest comes by pip.
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2-135m
+ARGS ?=
+# Installed before anything that wants torch, so that a release already at hand is not passed over for a newer one.
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := $(shell find src native -type f ! -name '*.pyc') CMakeLists.txt pyproject.toml README.md LICENSE
+NATIVE := $(wildcard native/*.cpp native/*.h)
+
+.PHONY: help install serve test check format wheel clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make install   build headrace and install it into $(VENV)'
+	@echo 'make serve     install, pull MODEL (default: $(MODEL)), serve it on 127.0.0.1:8000'
+	@echo '               (more options of headrace serve: ARGS="--port 8001")'
+	@echo 'make test      install what the tests need, check the code, run every test'
+	@echo 'make check     formatting, lint and types only'
+	@echo 'make format    rewrite the sources in the agreed formatting'
+	@echo 'make wheel     build one wheel into dist/'
+	@echo 'make clean     remove everything that was built, $(VENV) included'
+
+$(STAMPS)/venv:
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo 'headrace: $(PYTHON) was not found; install Python 3.11 or newer, or name it: make PYTHON=/path/to/python3'; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "headrace: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V); name another: make PYTHON=python3.12"; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || \
+	  { echo 'headrace: a C++ compiler is needed (Debian, Ubuntu: apt install g++; macOS: xcode-select --install)'; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+# In the environment itself, not in pip's throw-away one: a second build then compiles only what changed.
+$(STAMPS)/build-tools: pyproject.toml | $(STAMPS)/venv
+	$(PIP) install -q 'scikit-build-core>=0.10' 'nanobind>=2.4' 'cmake>=3.18' ninja
+	@touch $@
+
+$(STAMPS)/install: $(SOURCES) $(STAMPS)/build-tools
+	$(PIP) install -q --no-build-isolation .
+	@touch $@
+
+$(STAMPS)/dev: pyproject.toml $(STAMPS)/build-tools
+	$(PIP) install -q '$(TORCH)'
+	$(PIP) install -q --no-build-isolation '.[dev]'
+	@touch $(STAMPS)/install $@
+
+install: $(STAMPS)/install
+	@echo 'headrace is installed: $(BIN)/headrace --help'
+
+serve: $(STAMPS)/install
+	$(BIN)/headrace models pull $(MODEL)
+	exec $(BIN)/headrace serve $(MODEL) $(ARGS)
+
+check: $(STAMPS)/dev $(STAMPS)/install
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+
+format: $(STAMPS)/dev
+	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/clang-format -i $(NATIVE)
+
+# supported_isas() names the best path first: the whole suite, at the end, runs with that one.
+test: check
+	$(BIN)/python -m pytest -q tests/test_imports.py
+	for isa in $$($(BIN)/python -c 'from headrace.backend.cpu._native import supported_isas; print(*supported_isas()[1:])'); do \
+	  echo "native tests with HEADRACE_ISA=$$isa"; \
+	  HEADRACE_ISA=$$isa $(BIN)/python -m pytest -q -m native tests || exit 1; \
+	done
+	$(BIN)/python -m pytest tests
+
+wheel: $(STAMPS)/build-tools
+	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .
+	@ls -l dist/*.whl
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,189 @@
+"""SimulatedRunner: keeps what real kernels would keep in every KV slot, and lets it decide the tokens.
+
+Each slot holds the token and the position that were written to it. A sequence's logits are a hash of all the
+tokens that it reads back through its block tables, so that any mix-up of blocks changes the output, and a
+batch that breaks the contract of :mod:`headrace.backend.batch` is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, StepResult
+from headrace.backend.runner import Capabilities, RunnerSettings
+from headrace.backend.sampling import sample
+from headrace.model.architecture import Architecture, AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
+
+UInt64 = NDArray[np.uint64]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long a step takes: ``step_s`` plus ``token_s`` for each of its tokens, in seconds."""
+
+    step_s: float = 0.0
+    token_s: float = 0.0
+
+
+def simulated_architecture(
+    *, vocab_size: int = 64, max_positions: int = 4096, windows: tuple[int | None, ...] = (None,)
+) -> Architecture:
+    """A network of one small layer for each KV group; ``windows`` are the groups' attention windows."""
+    layers = tuple(
+        LayerSpec(
+            attention=AttentionSpec(heads=1, kv_heads=1, head_dim=8, rope=None, scale=1.0, window=window),
+            feed_forward=FeedForwardSpec(width=8),
+            norm=NormSpec(),
+            kv_group=group,
+        )
+        for group, window in enumerate(windows)
+    )
+    return Architecture(
+        family="simulated",
+        vocab_size=vocab_size,
+        hidden_size=8,
+        max_positions=max_positions,
+        layers=layers,
+        final_norm=NormSpec(),
+        tied_head=True,
+    )
+
+
+class BatchContractError(Exception):
+    """The engine handed over a batch that no backend could execute rightly."""
+
+
+class SimulatedRunner:
+    """A Runner without weights, for any architecture.
+
+    ``latency`` is spent by calling ``sleep`` with seconds, so that a simulator can pass its own clock.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        settings: RunnerSettings,
+        *,
+        latency: Latency | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.architecture = architecture
+        self.capabilities = Capabilities(
+            backend="simulated",
+            isa="none",
+            batch_invariant=True,
+            kv_dtype="tokens",
+            threads=1,
+            fingerprint=f"simulated-{architecture.vocab_size}",
+        )
+        self._settings = settings
+        self._latency = latency
+        self._sleep = sleep
+        self._windows = tuple(group.window for group in architecture.kv_groups)
+        num_slots = settings.num_blocks * BLOCK_SIZE
+        self._slot_tokens = [np.full(num_slots, -1, np.int32) for _ in self._windows]
+        self._slot_positions = [np.full(num_slots, -1, np.int32) for _ in self._windows]
+        self._weights = _mix(np.arange(1, settings.max_model_len + 1, dtype=np.uint64) * _GOLDEN)
+        self._vocabulary = np.arange(architecture.vocab_size, dtype=np.uint64) * _GOLDEN
+
+    def run(self, batch: Batch) -> StepResult:
+        """Write every token to its slots, read every context back, sample. See :class:`Runner`."""
+        self._check_shapes(batch)
+        for group, slots in enumerate(batch.slot_mapping):
+            self._check_slots(batch, group)
+            self._slot_tokens[group][slots] = batch.token_ids
+            self._slot_positions[group][slots] = batch.positions
+        self._check_contexts(batch)
+        logits = np.empty((len(batch.logit_rows), self.architecture.vocab_size), np.float32)
+        owners = np.searchsorted(batch.query_start, batch.logit_rows, side="right") - 1
+        for i, (row, owner) in enumerate(zip(batch.logit_rows.tolist(), owners.tolist(), strict=True)):
+            logits[i] = self.logits(batch, owner, int(batch.positions[row]))
+        if self._latency is not None:
+            self._sleep(self._latency.step_s + self._latency.token_s * len(batch.token_ids))
+        return sample(logits, batch.sampling)
+
+    def logits(self, batch: Batch, sequence: int, position: int) -> Float32:
+        """Pseudo-random ``[vocab]`` in -8 … 8, from what the query at ``position`` sees in all groups."""
+        state = np.uint64(0)
+        for group, window in enumerate(self._windows):
+            first = 0 if window is None else max(0, position - window + 1)
+            logical = np.arange(first, position + 1)
+            blocks = batch.block_tables[group][sequence, logical // BLOCK_SIZE]
+            tokens = self._slot_tokens[group][blocks * BLOCK_SIZE + logical % BLOCK_SIZE]
+            terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[first : position + 1]
+            state = _mix(np.array([np.add.reduce(terms)]) + state + np.uint64(group))[0]
+        bits = _mix(self._vocabulary + state) >> np.uint64(40)
+        return bits.astype(np.float32) * np.float32(16 / 2**24) - np.float32(8)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _check_shapes(self, batch: Batch) -> None:
+        n, r, m = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
+        starts, limits = batch.query_start, self._settings
+        _require(0 < n <= limits.max_batch_tokens, f"{n} tokens in a step")
+        _require(0 < r <= limits.max_sequences and m <= r, f"{r} sequences, {m} logit rows")
+        _require(len(starts) == r + 1 and starts[0] == 0 and starts[-1] == n, "query_start")
+        counts = starts[1:] - starts[:-1]
+        _require(counts.min() > 0, "a sequence without tokens")
+        _require(
+            batch.token_ids.min() >= 0 and batch.token_ids.max() < self.architecture.vocab_size, "a token id"
+        )
+        expected = np.arange(n) + np.repeat(batch.context_len - starts[1:], counts)
+        _require(bool((batch.positions == expected).all()), "positions and context_len disagree")
+        _require(batch.context_len.max() <= limits.max_model_len, "a context beyond max_model_len")
+        _require(len(batch.slot_mapping) == len(batch.block_tables) == len(self._windows), "KV groups")
+        next_positions = batch.positions[batch.logit_rows] + 1
+        _require(batch.sampling.position.tolist() == next_positions.tolist(), "sampling.position")
+        arrays = (batch.token_ids, batch.positions, starts, batch.context_len, batch.logit_rows)
+        for array in (*arrays, *batch.slot_mapping, *batch.block_tables):
+            _require(
+                array.dtype == np.int32 and array.flags.c_contiguous, "an array that is not contiguous int32"
+            )
+
+    def _check_slots(self, batch: Batch, group: int) -> None:
+        owner = np.repeat(np.arange(len(batch.context_len)), batch.query_start[1:] - batch.query_start[:-1])
+        tables, slots = batch.block_tables[group], batch.slot_mapping[group]
+        _require(
+            tables.min() >= 0 and tables.max() < self._settings.num_blocks, "a block outside of the pool"
+        )
+        expected = tables[owner, batch.positions // BLOCK_SIZE] * BLOCK_SIZE + batch.positions % BLOCK_SIZE
+        _require(bool((slots == expected).all()), "slot_mapping and block_tables disagree")
+        # A block that is written in this step must belong to its writer alone.
+        held = np.arange(tables.shape[1]) * BLOCK_SIZE < batch.context_len[:, None]
+        holders = np.bincount(tables[held])
+        _require(holders[slots // BLOCK_SIZE].max() == 1, "a shared block is written")
+
+    def _check_contexts(self, batch: Batch) -> None:
+        """Every query finds at each position that it sees a token that was written for that position."""
+        first_queries = batch.positions[batch.query_start[:-1]]
+        width = int(batch.context_len.max())
+        logical = np.arange(width, dtype=np.int32)
+        for group, window in enumerate(self._windows):
+            slots = batch.block_tables[group][:, logical // BLOCK_SIZE] * BLOCK_SIZE + logical % BLOCK_SIZE
+            wrong = self._slot_positions[group][slots] != logical
+            wrong &= logical < batch.context_len[:, None]
+            if window is not None:
+                wrong &= logical > (first_queries - window)[:, None]
+            _require(
+                not wrong.any(),
+                f"group {group}: wrong positions at (sequence, position) {np.argwhere(wrong)}",
+            )
+
+
+def _mix(x: UInt64) -> UInt64:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise BatchContractError(f"The batch breaks its contract: {what}.")

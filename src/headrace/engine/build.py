@@ -1,0 +1,158 @@
+"""From settings to an engine: how many blocks fit, how long a context may be, whether memory suffices."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.backend.batch import BLOCK_SIZE
+from headrace.backend.runner import RunnerSettings
+from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from headrace.engine.engine import Engine
+from headrace.engine.memory import block_bytes, check_memory
+from headrace.errors import ConfigError
+from headrace.model.architecture import Architecture
+
+
+class CheckpointSpec(msgspec.Struct, kw_only=True, tag="checkpoint"):
+    """What :func:`build_engine` needs, as plain data: it can be sent to an engine process."""
+
+    path: str
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+
+    def build(self) -> Engine:
+        """Load the model; see :func:`build_engine`."""
+        return build_engine(Path(self.path), self.model, self.cache, self.scheduler)
+
+
+class SimulatedSpec(msgspec.Struct, kw_only=True, tag="simulated"):
+    """An engine without weights (see :mod:`headrace.backend.simulated`): for simulators and load tests."""
+
+    num_blocks: int
+    max_model_len: int
+    scheduler: SchedulerConfig
+    vocab_size: int = 64
+    windows: list[int | None] = msgspec.field(default_factory=lambda: [None])  # of each KV group
+    prefix_caching: bool = True
+    seed: int | None = None
+    step_s: float = 0.0
+    token_s: float = 0.0
+
+    def build(self) -> Engine:
+        """An engine of these sizes."""
+        from headrace.backend.simulated import Latency, SimulatedRunner, simulated_architecture
+
+        check_scheduler_config(self.scheduler)
+        architecture = simulated_architecture(
+            vocab_size=self.vocab_size, max_positions=self.max_model_len, windows=tuple(self.windows)
+        )
+        settings = _runner_settings(self.num_blocks, self.max_model_len, self.scheduler, 1, "cpu")
+        latency = Latency(self.step_s, self.token_s) if self.step_s or self.token_s else None
+        runner = SimulatedRunner(architecture, settings, latency=latency)
+        return Engine(runner, settings, self.scheduler, prefix_caching=self.prefix_caching, seed=self.seed)
+
+
+EngineSpec = CheckpointSpec | SimulatedSpec
+
+
+def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig) -> Engine:
+    """Open the model at ``path`` (a file or a folder) and make an engine of it.
+
+    Raises ConfigError for settings that cannot be met, OutOfMemoryError (before loading) when memory does not
+    suffice, ModelNotFoundError and ModelFormatError for what is at ``path``.
+    """
+    check_model_config(model)
+    check_cache_config(cache)
+    check_scheduler_config(scheduler)
+    from headrace.backend import open_runner
+    from headrace.model.weights import open_checkpoint
+
+    checkpoint = open_checkpoint(path, quantization=model.quantization)
+    architecture = checkpoint.architecture
+    num_blocks = blocks_in_pool(architecture, cache)
+    max_model_len = min(architecture.max_positions, num_blocks * BLOCK_SIZE)
+    if model.max_model_len is not None:
+        max_model_len = min(max_model_len, model.max_model_len)
+    settings = _runner_settings(num_blocks, max_model_len, scheduler, model.threads, model.device)
+    if model.backend == "cpu":  # torch asks its own device
+        check_memory(checkpoint, model, settings)
+    runner = open_runner(checkpoint, model.backend, settings)
+    return Engine(runner, settings, scheduler, prefix_caching=cache.enable_prefix_caching, seed=model.seed)
+
+
+def blocks_in_pool(architecture: Architecture, cache: CacheConfig) -> int:
+    """Blocks in each KV group that ``kv_cache_memory_bytes`` pays for. Raises ConfigError if not even one."""
+    size = block_bytes(architecture)
+    num_blocks = cache.kv_cache_memory_bytes // size
+    if num_blocks < 1:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {cache.kv_cache_memory_bytes}, but one block of {BLOCK_SIZE} tokens "
+            f"takes {size} bytes with this model: give at least that, better a thousand times as much."
+        )
+    return num_blocks
+
+
+def check_model_config(model: ModelConfig) -> None:
+    """Raise ConfigError naming the first setting that is wrong."""
+    _one_of("quantization", model.quantization, (None, "int8", "int4"))
+    _one_of("backend", model.backend, ("cpu", "torch"))
+    if model.backend == "cpu" and model.device != "cpu":
+        raise ConfigError(
+            f"The cpu backend has no device {model.device!r}; choose backend 'torch'.", param="device"
+        )
+    if model.max_model_len is not None:
+        _whole("max_model_len", model.max_model_len, 2)
+    _whole("threads", model.threads, 0)
+    if model.seed is not None:
+        _whole("seed", model.seed, -(2**63))
+
+
+def check_cache_config(cache: CacheConfig) -> None:
+    """Raise ConfigError naming the first setting that is wrong."""
+    if cache.block_size != BLOCK_SIZE:
+        raise ConfigError(f"block_size must be {BLOCK_SIZE}, not {cache.block_size!r}.", param="block_size")
+    _whole("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1)
+    _one_of("enable_prefix_caching", cache.enable_prefix_caching, (True, False))
+    _seconds_or_size("swap_space", cache.swap_space)
+
+
+def check_scheduler_config(scheduler: SchedulerConfig) -> None:
+    """Raise ConfigError naming the first setting that is wrong."""
+    _whole("max_num_seqs", scheduler.max_num_seqs, 1)
+    _whole("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
+    _whole("max_waiting", scheduler.max_waiting, 1)
+    _seconds_or_size("max_queue_time_s", scheduler.max_queue_time_s)
+
+
+def _runner_settings(
+    num_blocks: int, max_model_len: int, scheduler: SchedulerConfig, threads: int, device: str
+) -> RunnerSettings:
+    return RunnerSettings(
+        num_blocks=num_blocks,
+        max_batch_tokens=scheduler.max_num_batched_tokens,
+        max_sequences=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        max_model_len=max_model_len,
+        threads=threads,
+        device=device,
+    )
+
+
+def _whole(name: str, value: Any, low: int) -> None:
+    if type(value) is not int or not low <= value < 2**63:
+        raise ConfigError(f"{name} must be a whole number of {low} or more, not {value!r}.", param=name)
+
+
+def _seconds_or_size(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be a finite number of 0 or more, not {value!r}.", param=name)
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        shown = ", ".join(repr(choice) for choice in allowed)
+        raise ConfigError(f"{name} must be one of {shown}, not {value!r}.", param=name)

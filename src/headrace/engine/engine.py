@@ -1,0 +1,120 @@
+"""Engine: schedule, run, commit. Not thread-safe: one thread owns it (see ``loop.py``)."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from headrace.backend.runner import Runner, RunnerSettings
+from headrace.engine.config import SchedulerConfig
+from headrace.engine.kv_cache import KVCache
+from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.validate import EngineLimits
+from headrace.errors import InvalidRequestError
+
+
+class Engine:
+    """Turns requests into tokens, step by step.
+
+    ``settings`` are those the runner was opened with. ``seed`` starts the generator that seeds requests
+    without a seed of their own; None takes it from the operating system.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        settings: RunnerSettings,
+        config: SchedulerConfig,
+        *,
+        prefix_caching: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        architecture = runner.architecture
+        pool_tokens = settings.num_blocks * 16
+        self.runner = runner
+        self.limits = EngineLimits(
+            vocab_size=architecture.vocab_size,
+            max_model_len=min(settings.max_model_len, pool_tokens),
+            pool_tokens=pool_tokens,
+            max_waiting=config.max_waiting,
+        )
+        self.kv_cache = KVCache(
+            num_blocks=settings.num_blocks,
+            num_groups=len(architecture.kv_groups),
+            max_sequences=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_model_len=self.limits.max_model_len,
+            prefix_caching=prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            config,
+            self.kv_cache,
+            vocab_size=architecture.vocab_size,
+            max_model_len=self.limits.max_model_len,
+        )
+        self._seeds = random.Random(seed)
+        self._num_steps = 0
+        self._step_seconds = 0.0
+        self._batch_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step would do something."""
+        return self.scheduler.num_running > 0 or self.scheduler.num_waiting > 0
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError."""
+        self.limits.check_request(request)
+        if request.request_id in self.scheduler:
+            raise InvalidRequestError(
+                f"A request {request.request_id!r} is under way already.", param="request_id"
+            )
+        self.limits.check_queue(self.scheduler.num_waiting)
+        self.enqueue(request)
+
+    def enqueue(self, request: EngineRequest) -> None:
+        """Queue a request that has passed the checks of :meth:`add` elsewhere."""
+        self.scheduler.add(request, seed=self._seeds.getrandbits(64), now=time.monotonic())
+
+    def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
+        """End a request, or one of its sequences, and free its blocks. Unknown ones are ignored."""
+        return self.scheduler.abort(request_id, choice)
+
+    def step(self) -> list[EngineOutput]:
+        """Advance every running sequence; returns the news of all that sampled a token or ended."""
+        start = time.monotonic()
+        outputs = self.scheduler.expire(start)
+        batch = self.scheduler.schedule(start)
+        if batch is None:
+            return outputs
+        result = self.runner.run(batch)
+        end = time.monotonic()
+        outputs += self.scheduler.commit(result, end)
+        self._num_steps += 1
+        self._batch_tokens += len(batch.token_ids)
+        self._step_seconds += time.monotonic() - start
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        scheduler, kv_cache = self.scheduler, self.kv_cache
+        available = kv_cache.num_available
+        return EngineStats(
+            num_running_seqs=scheduler.num_running,
+            num_waiting_seqs=scheduler.num_waiting,
+            num_blocks=kv_cache.num_blocks,
+            num_free_blocks=available,
+            kv_cache_usage=1.0 - available / kv_cache.num_blocks,
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
+            prompt_tokens=scheduler.prompt_tokens,
+            generation_tokens=scheduler.generation_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            step_seconds=self._step_seconds,
+            batch_tokens=self._batch_tokens,
+        )
+
+    def close(self) -> None:
+        """Release the runner. Closing twice is fine."""
+        self.runner.close()

@@ -1,0 +1,109 @@
+"""EngineLoop: the one thread that owns an engine, and its inbox."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.engine.engine import Engine
+from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
+
+_log = logging.getLogger(__name__)
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """End a request, or one of its sequences."""
+
+    request_id: str
+    choice: int | None = None
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """Abort everything and leave."""
+
+
+class News(msgspec.Struct, tag="news"):
+    """What a turn of the loop brought. ``num_received``: requests taken from the inbox since start."""
+
+    outputs: list[EngineOutput]
+    stats: EngineStats
+    num_received: int
+
+
+Command = EngineRequest | Abort | Stop
+
+
+class EngineLoop:
+    """Runs ``engine`` on a thread of its own until told to stop; sleeps while there is nothing to do.
+
+    ``on_news`` is called on that thread after every turn; ``on_end`` once, as its last act, with the error
+    that ended the engine, or None. The engine is closed before ``on_end``.
+    """
+
+    def __init__(
+        self, engine: Engine, on_news: Callable[[News], None], on_end: Callable[[BaseException | None], None]
+    ) -> None:
+        self._engine = engine
+        self._on_news = on_news
+        self._on_end = on_end
+        self._inbox: deque[Command] = deque()  # append and popleft are atomic: no lock
+        self._wake = threading.Event()
+        self._num_received = 0
+        self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Hand a checked command to the engine's thread; it acts before its next step. Any thread."""
+        self._inbox.append(command)
+        self._wake.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end; True if it has. On the thread itself: does not wait."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._turn_until_stopped()
+        except BaseException as caught:
+            _log.critical("The engine died.", exc_info=caught)
+            error = caught
+        try:
+            self._engine.close()
+        finally:
+            self._on_end(error)
+
+    def _turn_until_stopped(self) -> None:
+        engine = self._engine
+        while True:
+            if not engine.has_work:
+                self._wake.wait()
+            self._wake.clear()  # before the inbox is read: what comes later sets it again
+            outputs, stop = self._read_inbox()
+            if not stop and engine.has_work:
+                outputs += engine.step()
+            self._on_news(News(outputs, engine.stats(), self._num_received))
+            if stop:
+                return
+
+    def _read_inbox(self) -> tuple[list[EngineOutput], bool]:
+        outputs: list[EngineOutput] = []
+        while self._inbox:
+            command = self._inbox.popleft()
+            if isinstance(command, EngineRequest):
+                self._num_received += 1
+                self._engine.enqueue(command)
+            elif isinstance(command, Abort):
+                outputs += self._engine.abort(command.request_id, command.choice)
+            else:
+                return outputs + self._engine.scheduler.abort_all(), True
+        return outputs, False

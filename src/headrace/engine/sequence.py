@@ -1,0 +1,220 @@
+"""Request and Sequence: what a client asked, and each stream of tokens that comes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.backend.batch import Float32, Int32
+from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
+
+_GREEDY_BELOW = 1e-5
+_MIN_GROWTH = 64
+
+
+class SeenTokens:
+    """Distinct token ids and how often each occurs in the output; one append a token keeps them current."""
+
+    __slots__ = ("_counts", "_ids", "_index", "_size")
+
+    def __init__(self, prompt: Int32) -> None:
+        """``prompt``: ids that count as seen but not as output (pass none where only the output matters)."""
+        distinct = np.unique(prompt)
+        self._size = len(distinct)
+        self._ids = np.empty(self._size + _MIN_GROWTH, np.int32)
+        self._ids[: self._size] = distinct
+        self._counts = np.zeros(len(self._ids), np.int32)
+        self._index = {token: i for i, token in enumerate(distinct.tolist())}
+
+    def append(self, token: int) -> None:
+        """Count one output token."""
+        at = self._index.get(token)
+        if at is None:
+            at = self._index[token] = self._size
+            if at == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * at)
+                self._counts = np.resize(self._counts, 2 * at)
+            self._ids[at] = token
+            self._counts[at] = 0
+            self._size += 1
+        self._counts[at] += 1
+
+    def arrays(self) -> tuple[Int32, Int32]:
+        """``(ids, counts)``, views that are valid until the next append."""
+        return self._ids[: self._size], self._counts[: self._size]
+
+
+class Request:
+    """What a client asked, as far as its sequences share it. The prompt lives in the sequences."""
+
+    __slots__ = (
+        "arrival_time",
+        "ban_ids",
+        "cache_salt",
+        "number",
+        "params",
+        "priority",
+        "request_id",
+        "seed",
+        "sequences",
+        "stop_ids",
+        "was_scheduled",
+    )
+
+    def __init__(
+        self, request: EngineRequest, *, number: int, seed: int, now: float, vocab_size: int
+    ) -> None:
+        """``number``: place in the order of arrival. ``seed``: used when the parameters name none."""
+        params = request.params
+        self.request_id = request.request_id
+        self.params: SamplingParams = params
+        self.priority = request.priority
+        self.number = number
+        self.seed = (seed if params.seed is None else params.seed) & (2**64 - 1)
+        self.cache_salt = request.cache_salt
+        # A clock that runs ahead must not make a request immortal in the queue.
+        self.arrival_time = min(request.arrival_time or now, now)
+        eos = () if params.ignore_eos else request.eos_token_ids
+        self.stop_ids = frozenset((*eos, *params.stop_token_ids))
+        self.ban_ids = sorted(token for token in self.stop_ids if 0 <= token < vocab_size)
+        self.was_scheduled = False
+        prompt = np.array(request.prompt_token_ids, np.int32)
+        self.sequences = {choice: Sequence(self, choice, prompt) for choice in range(params.n)}
+
+
+class Sequence:
+    """One stream of tokens: the prompt and what was generated.
+
+    The one scheduling rule rests on two numbers: ``num_tokens`` (known) and ``num_computed_tokens`` (whose K
+    and V are in the cache). A sequence lacks the difference; when it lacks nothing more, a token is sampled.
+    """
+
+    __slots__ = (
+        "_bans",
+        "_bias",
+        "_seen",
+        "_tokens",
+        "block_keys",
+        "choice",
+        "first_scheduled_time",
+        "first_token_time",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_scheduled",
+        "num_tokens",
+        "rank",
+        "request",
+        "row",
+        "waits_for",
+    )
+
+    def __init__(self, request: Request, choice: int, prompt: Int32) -> None:
+        """``prompt`` is shared between a request's sequences: the first append copies it."""
+        self.request = request
+        self.choice = choice
+        self.rank = (request.priority, request.number, choice)  # lower runs first
+        self._tokens = prompt
+        self.num_prompt_tokens = len(prompt)
+        self.num_tokens = len(prompt)
+        self.num_computed_tokens = 0
+        self.num_scheduled = 0  # tokens in the step in flight; scheduler
+        self.row = -1  # in the block tables and the sampling rows; scheduler; -1 = not running
+        self.block_keys: list[bytes] = []  # of the leading full blocks; KVCache, as far as it needed them
+        self.waits_for: bytes | None = None  # block that another sequence is computing; KVCache
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        params = request.params
+        self._seen: SeenTokens | None = None
+        if params.repetition_penalty != 1.0:
+            self._seen = SeenTokens(prompt)
+        elif params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            self._seen = SeenTokens(prompt[:0])
+        self._bias = _bias_arrays(params.logit_bias)
+        banned = dict(params.logit_bias)
+        banned.update(dict.fromkeys(request.ban_ids, -np.inf))
+        self._bans = _bias_arrays(banned) if params.min_tokens > 0 else self._bias
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_lacking(self) -> int:
+        """Known tokens whose K and V are not computed yet."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def tokens(self, start: int, stop: int) -> Int32:
+        """A view of token ids ``start:stop``; ``stop`` is at most ``num_tokens``."""
+        return self._tokens[start:stop]
+
+    def append(self, token: int) -> None:
+        """Add a sampled token."""
+        if self.num_tokens == len(self._tokens):
+            grown = np.empty(self.num_tokens + max(_MIN_GROWTH, self.num_tokens // 2), np.int32)
+            grown[: self.num_tokens] = self._tokens
+            self._tokens = grown
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        if self._seen is not None:
+            self._seen.append(token)
+
+    def finish_reason(self, max_model_len: int) -> str | None:
+        """Whether the last token ended the sequence: ``stop``, ``length`` or None."""
+        params = self.request.params
+        produced = self.num_output_tokens
+        if produced >= params.min_tokens and int(self._tokens[self.num_tokens - 1]) in self.request.stop_ids:
+            return "stop"
+        if params.max_tokens is not None and produced >= params.max_tokens:
+            return "length"
+        return "length" if self.num_tokens >= max_model_len else None
+
+    def seen(self) -> tuple[Int32, Int32] | None:
+        """Distinct seen ids and their output counts, or None when no penalty needs them."""
+        return None if self._seen is None else self._seen.arrays()
+
+    def bias(self) -> tuple[Int32, Float32] | None:
+        """What to add to the next token's logits: ids and values; -inf bans stops before ``min_tokens``."""
+        return self._bans if self.num_output_tokens < self.request.params.min_tokens else self._bias
+
+    def sampling_temperature(self) -> float:
+        """0 for temperatures too small to divide by."""
+        temperature = self.request.params.temperature
+        return 0.0 if temperature < _GREEDY_BELOW else temperature
+
+    def output(self, finish_reason: str | None = None) -> EngineOutput:
+        """News of this sequence, without tokens."""
+        return EngineOutput(
+            request_id=self.request.request_id,
+            choice=self.choice,
+            finish_reason=finish_reason,
+            num_cached_tokens=self.num_cached_tokens,
+            first_scheduled_time=self.first_scheduled_time,
+            first_token_time=self.first_token_time,
+        )
+
+    def token_output(
+        self, token: int, logprobs: TokenLogprobs | None, finish_reason: str | None
+    ) -> EngineOutput:
+        """News of one sampled token."""
+        output = self.output(finish_reason)
+        output.token_ids = [token]
+        if logprobs is not None:
+            output.logprobs = [logprobs]
+        if finish_reason == "stop":
+            output.stop_token_id = token
+        return output
+
+    def error_output(self, kind: str, message: str) -> EngineOutput:
+        """The end of this sequence by an error; ``kind`` is a class name in headrace.errors."""
+        output = self.output("error")
+        output.error_kind = kind
+        output.error_message = message
+        return output
+
+
+def _bias_arrays(bias: dict[int, float]) -> tuple[Int32, Float32] | None:
+    if not bias:
+        return None
+    return np.fromiter(bias.keys(), np.int32, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))

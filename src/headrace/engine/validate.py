@@ -1,0 +1,157 @@
+"""What a request and the settings may hold: every rule that needs no text and no network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.engine.request import EngineRequest, SamplingParams
+from headrace.errors import ContextLengthError, InvalidRequestError, OverloadedError
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100.0
+_MAX_COUNT = 2**31 - 1
+
+
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine can take in: enough to refuse a request on any thread, or in another process."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and output together
+    pool_tokens: int  # that the KV pool holds
+    max_waiting: int
+
+    def check_request(self, request: EngineRequest) -> None:
+        """Raise InvalidRequestError or ContextLengthError if ``request`` can never be served."""
+        if not isinstance(request.request_id, str) or not request.request_id:
+            raise InvalidRequestError("request_id must be a non-empty string.", param="request_id")
+        if not isinstance(request.cache_salt, str):
+            raise InvalidRequestError("cache_salt must be a string.", param="cache_salt")
+        _whole("priority", request.priority, -(2**31), 2**31 - 1)
+        _number("arrival_time", request.arrival_time)
+        _check_ids("eos_token_ids", request.eos_token_ids, None)
+        request.params.validate(self.vocab_size)
+        self._check_prompt(request.prompt_token_ids)
+
+    def check_queue(self, num_waiting: int) -> None:
+        """Raise OverloadedError if the waiting line is full."""
+        if num_waiting >= max(self.max_waiting, 1):
+            raise OverloadedError(
+                f"The engine is overloaded: {num_waiting} sequences are waiting, which is the limit. "
+                "Try again later."
+            )
+
+    def _check_prompt(self, prompt: Any) -> None:
+        # Lengths first: a prompt of absurd length is refused without a look at its tokens.
+        if not isinstance(prompt, list):
+            raise InvalidRequestError("The prompt must be a list of token ids.", param="prompt")
+        if not prompt:
+            raise InvalidRequestError("The prompt is empty; it needs at least one token.", param="prompt")
+        if len(prompt) >= self.max_model_len:
+            bound = (
+                "The KV pool holds" if self.pool_tokens <= self.max_model_len else "The model's context is"
+            )
+            raise ContextLengthError(
+                f"{bound} {self.max_model_len} tokens, but the prompt has {len(prompt)}; at most "
+                f"{self.max_model_len - 1} leave room for an answer. Shorten the prompt.",
+                param="prompt",
+            )
+        _check_ids("prompt", prompt, self.vocab_size)
+
+
+def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> None:
+    """Raise InvalidRequestError naming the first field that is wrong and what would be right.
+
+    Without a vocabulary size, token ids are only checked for type and sign.
+    """
+    _whole("n", params.n, 1, MAX_CHOICES)
+    _number("temperature", params.temperature, lambda x: x >= 0, "0 or more")
+    _number("top_p", params.top_p, lambda x: 0 < x <= 1, "above 0 and at most 1")
+    _whole("top_k", params.top_k, -1, _MAX_COUNT)
+    _number("min_p", params.min_p, lambda x: 0 <= x <= 1, "from 0 to 1")
+    _number("presence_penalty", params.presence_penalty, lambda x: -2 <= x <= 2, "from -2 to 2")
+    _number("frequency_penalty", params.frequency_penalty, lambda x: -2 <= x <= 2, "from -2 to 2")
+    _number("repetition_penalty", params.repetition_penalty, lambda x: np.float32(x) > 0, "above 0")
+    if params.seed is not None:
+        _whole("seed", params.seed, -(2**63), 2**64 - 1)
+    if params.max_tokens is not None:
+        _whole("max_tokens", params.max_tokens, 1, _MAX_COUNT)
+    _whole("min_tokens", params.min_tokens, 0, _MAX_COUNT)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens ({params.min_tokens}) must not be above max_tokens ({params.max_tokens}).",
+            param="min_tokens",
+        )
+    if params.logprobs is not None:
+        _whole("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    if not isinstance(params.ignore_eos, bool):
+        raise InvalidRequestError(
+            f"ignore_eos must be true or false, not {_shown(params.ignore_eos)}.", param="ignore_eos"
+        )
+    if not isinstance(params.stop, list) or not all(isinstance(s, str) and s for s in params.stop):
+        raise InvalidRequestError("stop must be a list of non-empty strings.", param="stop")
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    if not isinstance(params.logit_bias, dict):
+        raise InvalidRequestError("logit_bias must map token ids to numbers.", param="logit_bias")
+    _check_ids("logit_bias", list(params.logit_bias), vocab_size)
+    for value in params.logit_bias.values():
+        _number("logit_bias", value, lambda x: abs(x) <= MAX_LOGIT_BIAS, "from -100 to 100")
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> None:
+    """``value`` is an int (a bool is none) from ``low`` to ``high``."""
+    if type(value) is not int:
+        raise InvalidRequestError(f"{name} must be a whole number, not {_shown(value)}.", param=name)
+    if not low <= value <= high:
+        bound = f"{low} or more" if high >= _MAX_COUNT else f"from {low} to {high}"
+        raise InvalidRequestError(f"{name} must be {bound}, not {_shown(value)}.", param=name)
+
+
+def _number(
+    name: str, value: Any, fits: Callable[[float], Any] = lambda x: True, wanted: str = "finite"
+) -> None:
+    """``value`` is a finite int or float (a bool is neither), as a float32 too, and ``fits``."""
+    if type(value) is bool or not isinstance(value, (int, float)):
+        raise InvalidRequestError(f"{name} must be a number, not {_shown(value)}.", param=name)
+    if (
+        not (math.isfinite(value) if isinstance(value, float) else True)
+        or abs(value) > 3.4e38
+        or not fits(value)
+    ):
+        raise InvalidRequestError(
+            f"{name} must be a finite number, {wanted}, not {_shown(value)}.", param=name
+        )
+
+
+def _check_ids(name: str, ids: Any, vocab_size: int | None) -> None:
+    """``ids`` is a list of non-negative ints, below ``vocab_size`` if that is given."""
+    if not isinstance(ids, list):
+        raise InvalidRequestError(f"{name} must be a list of token ids.", param=name)
+    if not ids:
+        return
+    if set(map(type, ids)) != {int}:
+        wrong = next(i for i in ids if type(i) is not int)
+        raise InvalidRequestError(
+            f"{name} must hold token ids (whole numbers), not {_shown(wrong)}.", param=name
+        )
+    if vocab_size is None:
+        vocab_size = 2**31
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidRequestError(
+            f"{name} holds {_shown(wrong)}, which is not in the vocabulary (0 to {vocab_size - 1}).",
+            param=name,
+        )
+
+
+def _shown(value: Any) -> str:
+    """``value`` as it may stand in a message: short, whatever it is."""
+    if isinstance(value, int) and abs(value) > 10**20:
+        return "a number of more than 20 digits"  # printing one of thousands of digits raises ValueError
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

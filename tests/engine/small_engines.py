@@ -1,0 +1,118 @@
+"""Engines small enough to reason about, and what every engine test does with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.backend.runner import RunnerSettings
+from headrace.backend.simulated import SimulatedRunner, simulated_architecture
+from headrace.engine.config import SchedulerConfig
+from headrace.engine.engine import Engine
+from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
+
+VOCAB = 64
+EOS = 7
+
+
+def small_engine(
+    *,
+    num_blocks: int = 256,
+    max_model_len: int = 400,
+    windows: tuple[int | None, ...] = (None,),
+    prefix_caching: bool = True,
+    seed: int | None = 0,
+    runner: type[SimulatedRunner] = SimulatedRunner,
+    **scheduler: Any,
+) -> Engine:
+    """An engine on a simulated runner; ``scheduler`` are fields of SchedulerConfig."""
+    config = SchedulerConfig(**scheduler)
+    settings = RunnerSettings(
+        num_blocks=num_blocks,
+        max_batch_tokens=config.max_num_batched_tokens,
+        max_sequences=config.max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    architecture = simulated_architecture(vocab_size=VOCAB, max_positions=max_model_len, windows=windows)
+    return Engine(runner(architecture, settings), settings, config, prefix_caching=prefix_caching, seed=seed)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """``count`` token ids, the same for the same seed."""
+    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+
+
+def request(
+    name: str, prompt: list[int], *, priority: int = 0, salt: str = "", **params: Any
+) -> EngineRequest:
+    """A request with a seed of its own unless ``params`` says otherwise."""
+    params.setdefault("seed", sum(name.encode()))
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        params=SamplingParams(**params),
+        eos_token_ids=[EOS],
+        priority=priority,
+        cache_salt=salt,
+    )
+
+
+@dataclass
+class Answer:
+    """All news of one sequence, put together."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    last: EngineOutput | None = None
+
+    def text(self) -> tuple[Any, ...]:
+        """What must not depend on neighbours, bit by bit."""
+        return self.token_ids, self.logprobs, self.finish_reason
+
+
+class Answers(dict[tuple[str, int], Answer]):
+    """Answers by request id and choice; takes outputs in and insists on one end for each."""
+
+    def take(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            answer = self.setdefault((output.request_id, output.choice), Answer())
+            assert answer.finish_reason is None, "news after the end"
+            answer.token_ids += output.token_ids
+            answer.logprobs += output.logprobs or []
+            answer.finish_reason = output.finish_reason
+            answer.last = output
+
+    def texts(self) -> dict[tuple[str, int], tuple[Any, ...]]:
+        return {key: answer.text() for key, answer in self.items()}
+
+
+def run(engine: Engine, requests: list[EngineRequest], *, max_steps: int = 20_000) -> Answers:
+    """Add all requests, step until nothing is left, and prove that nothing leaked."""
+    for each in requests:
+        engine.add(each)
+    answers = Answers()
+    finish(engine, answers, max_steps=max_steps)
+    return answers
+
+
+def finish(engine: Engine, answers: Answers, *, max_steps: int = 20_000) -> None:
+    """Step until nothing is left."""
+    for _ in range(max_steps):
+        if not engine.has_work:
+            break
+        answers.take(engine.step())
+        engine.kv_cache.check()
+    assert_idle(engine)
+    assert all(answer.finish_reason for answer in answers.values())
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing runs, waits or holds a block."""
+    engine.kv_cache.check()
+    stats = engine.stats()
+    assert (stats.num_running_seqs, stats.num_waiting_seqs) == (0, 0)
+    assert stats.num_free_blocks == stats.num_blocks
+    assert all(count == 0 for pool in engine.kv_cache.pools for count in pool.references)
