@@ -7,7 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from running import RunningServer, serving
+from tests.e2e.running import RunningServer, serving
 
 
 @pytest.fixture(scope="session")

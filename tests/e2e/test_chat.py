@@ -11,7 +11,7 @@ import termios
 import time
 from pathlib import Path
 
-from running import COMMAND, run
+from tests.e2e.running import COMMAND, run
 
 
 def test_piped_text_is_one_prompt_and_only_the_answer_is_printed(smollm2_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import openai
 import pytest
-from running import RunningServer
+from tests.e2e.running import RunningServer
 
 MODEL = "smollm2-135m"
 FRANCE = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]

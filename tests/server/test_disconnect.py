@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from small_server import RawClient, connected, events, idle, small_app, small_frontend, until
+from tests.server.small_server import RawClient, connected, events, idle, small_app, small_frontend, until
 
 pytestmark = pytest.mark.anyio
 TEXT = "/v1/completions"

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from small_server import RawClient, connected, events, small_app, small_frontend, until
+from tests.server.small_server import RawClient, connected, events, small_app, small_frontend, until
 
 from headrace.observe.logs import logger
 from headrace.server.app import build_app
