@@ -69,16 +69,18 @@ class Terminal:
         )
         os.close(slave)
         self.text = ""
+        self._waited_for = 0  # how much of it
 
     def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
-        """Read until ``text`` comes; what was read since the last call."""
-        start = len(self.text)
+        """Read until ``text`` comes; everything since what was waited for before, ``text`` included."""
+        start = self._waited_for
         deadline = time.monotonic() + timeout_s
         while text not in self.text[start:]:
             ready, _, _ = select.select([self._master], [], [], max(deadline - time.monotonic(), 0))
             assert ready, self.text
             self.text += os.read(self._master, 65536).decode(errors="replace")
-        return self.text[start:]
+        self._waited_for = self.text.index(text, start) + len(text)
+        return self.text[start : self._waited_for]
 
     def type(self, text: str) -> None:
         """What a user types."""

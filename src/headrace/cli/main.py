@@ -54,3 +54,6 @@ def main() -> None:
         # whoever read our output has left; keep the interpreter from complaining about it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:  # a file or folder of the user's: full, forbidden, gone
+        print(f"headrace: {error}", file=sys.stderr)
+        sys.exit(1)
