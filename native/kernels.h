@@ -18,7 +18,7 @@ struct WeightFormat {
   int32_t kind;
   int32_t scale_bytes;  // 2 (f16) or 4 (f32); 0 for dense
   int32_t has_minimum;
-  int32_t group;       // 32 or 16; 0 for dense
+  int32_t group;       // 32, or 16 (u8 only); 0 for dense
   int32_t zero_point;  // subtracted from every code, exactly, in integers
 
   bool dense() const { return kind >= kBf16; }

@@ -90,12 +90,19 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
   for (int r = 0; r < MR; ++r) finish(a, acc[r], row + r, tile);
 }
 
+#if defined(HR_PATH_AVX512)
+constexpr int kMaxRows = 8;  // accumulators, eight code registers and scales fit 32 registers
+#else
+constexpr int kMaxRows = 4;
+#endif
+
 template <int Bits, bool F32, bool Min, int Group>
 void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     int row = row_begin;
-    for (; row + 8 <= row_end; row += 8) quant_rows<Bits, F32, Min, Group, 8>(a, tile, row);
-    for (; row + 4 <= row_end; row += 4) quant_rows<Bits, F32, Min, Group, 4>(a, tile, row);
+    for (; row + kMaxRows <= row_end; row += kMaxRows) quant_rows<Bits, F32, Min, Group, kMaxRows>(a, tile, row);
+    if constexpr (kMaxRows > 4)
+      for (; row + 4 <= row_end; row += 4) quant_rows<Bits, F32, Min, Group, 4>(a, tile, row);
     for (; row + 2 <= row_end; row += 2) quant_rows<Bits, F32, Min, Group, 2>(a, tile, row);
     for (; row < row_end; ++row) quant_rows<Bits, F32, Min, Group, 1>(a, tile, row);
   }
@@ -146,20 +153,21 @@ void dense_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_beg
 
 void matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   using Function = void (*)(const MatmulArgs&, int, int, int, int);
-  static const Function quantised[2][2][2][2] = {  // [8 bits][f32][min][group 16]
-      {{{quant_matmul<4, false, false, 32>, quant_matmul<4, false, false, 16>},
-        {quant_matmul<4, false, true, 32>, quant_matmul<4, false, true, 16>}},
-       {{quant_matmul<4, true, false, 32>, quant_matmul<4, true, false, 16>},
-        {quant_matmul<4, true, true, 32>, quant_matmul<4, true, true, 16>}}},
-      {{{quant_matmul<8, false, false, 32>, quant_matmul<8, false, false, 16>},
-        {quant_matmul<8, false, true, 32>, quant_matmul<8, false, true, 16>}},
-       {{quant_matmul<8, true, false, 32>, quant_matmul<8, true, false, 16>},
-        {quant_matmul<8, true, true, 32>, quant_matmul<8, true, true, 16>}}}};
+  static const Function four_bits[2][2] = {  // [f32][min]
+      {quant_matmul<4, false, false, 32>, quant_matmul<4, false, true, 32>},
+      {quant_matmul<4, true, false, 32>, quant_matmul<4, true, true, 32>}};
+  static const Function eight_bits[2][2][2] = {  // [f32][min][group 16]
+      {{quant_matmul<8, false, false, 32>, quant_matmul<8, false, false, 16>},
+       {quant_matmul<8, false, true, 32>, quant_matmul<8, false, true, 16>}},
+      {{quant_matmul<8, true, false, 32>, quant_matmul<8, true, false, 16>},
+       {quant_matmul<8, true, true, 32>, quant_matmul<8, true, true, 16>}}};
   const WeightFormat& f = a.format;
   if (f.kind == WeightFormat::kBf16) return dense_matmul<false>(a, tile_begin, tile_end, row_begin, row_end);
   if (f.kind == WeightFormat::kF32) return dense_matmul<true>(a, tile_begin, tile_end, row_begin, row_end);
-  quantised[f.kind == WeightFormat::kU8][f.scale_bytes == 4][f.has_minimum != 0][f.group == 16](
-      a, tile_begin, tile_end, row_begin, row_end);
+  const int wide = f.scale_bytes == 4, minimum = f.has_minimum != 0;
+  const Function function =
+      f.kind == WeightFormat::kU4 ? four_bits[wide][minimum] : eight_bits[wide][minimum][f.group == 16];
+  function(a, tile_begin, tile_end, row_begin, row_end);
 }
 
 // Rows of the embedding table, dequantised from its packed tiles (a tied head shares them).

@@ -22,6 +22,7 @@ void check_format(const WeightFormat& f) {
   if (f.kind < WeightFormat::kU4 || f.kind > WeightFormat::kF32) reject("unknown weight format");
   if (f.dense()) return;
   if ((f.scale_bytes != 2 && f.scale_bytes != 4) || (f.group != 16 && f.group != 32)) reject("malformed weight format");
+  if (f.kind == WeightFormat::kU4 && f.group != 32) reject("4-bit codes come in groups of 32");
   if (f.zero_point < 0 || f.zero_point > 255) reject("zero point outside of 0..255");
 }
 

@@ -81,7 +81,7 @@ def _pack_quantised(w: QuantTensor, name: str) -> tuple[WeightFormat, NDArray[np
     w = _regroup(w, name)
     n, k = w.shape
     rows, depth = -(-n // LANES) * LANES, padded(k)
-    kind = U4 if w.bits <= 4 else U8
+    kind = U4 if w.bits <= 4 and w.group_size == DEPTH else U8  # rarer formats widen
     scale_type = np.float16 if w.scale.dtype == np.float16 else np.float32
     form = WeightFormat(kind, scale_type().itemsize, int(w.minimum is not None), w.group_size, w.zero_point)
     tiles = np.empty((rows // LANES, depth // DEPTH, form.tile_bytes()), np.uint8)

@@ -1,0 +1,178 @@
+"""Generating for many prompts at once and collecting whole answers: the blocking side of the frontend."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from headrace import errors
+from headrace.engine.request import SamplingParams, TokenLogprobs
+from headrace.errors import GenerationError, HeadraceError, OverloadedError
+from headrace.frontend.frontend import Frontend
+from headrace.frontend.outputs import CompletionOutput, Logprob, RequestOutput, TextOutput
+from headrace.frontend.text_request import TextRequest
+from headrace.frontend.tokenizer import Tokenizer
+
+
+class BatchError(GenerationError):
+    """Some sequences of a batch failed. ``outputs`` hold all answers; failed ones end with ``error``."""
+
+    def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One prompt, checked. ``text`` is None if it was given as token ids."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+
+
+def generate_batch(
+    frontend: Frontend, requests: Sequence[BatchRequest], *, max_sequences: int, show_progress: bool
+) -> list[RequestOutput]:
+    """Run all requests, at most ``max_sequences`` sequences at a time, and return answers in their order.
+
+    An exception, KeyboardInterrupt included, aborts what runs. Raises BatchError after the others have
+    finished if a sequence failed, or at once what submitting raises.
+    """
+    news: SimpleQueue[TextRequest] = SimpleQueue()
+    running: dict[str, tuple[int, TextRequest]] = {}
+    outputs: list[RequestOutput | None] = [None] * len(requests)
+    failures: list[tuple[int, TextOutput]] = []
+    waiting = 0  # the next request to submit
+    sequences = 0  # that run
+    with _progress(len(requests), show_progress) as advance:
+        try:
+            while waiting < len(requests) or running:
+                while waiting < len(requests):
+                    request = requests[waiting]
+                    if running and sequences + request.params.n > max_sequences:
+                        break
+                    try:
+                        submitted = frontend.submit(request.token_ids, request.params, news.put)
+                    except OverloadedError:
+                        if not running:
+                            raise
+                        break
+                    outputs[waiting] = _empty_output(submitted.request_id, request)
+                    running[submitted.request_id] = (waiting, submitted)
+                    sequences += request.params.n
+                    waiting += 1
+                woken = news.get()
+                if woken.request_id not in running:
+                    continue  # its end came together with earlier news
+                index, _ = running[woken.request_id]
+                woken.process()
+                tokens = 0
+                for output in woken.take():
+                    answer = outputs[index]
+                    assert answer is not None
+                    _append(answer, output, frontend.tokenizer)
+                    tokens += len(output.token_ids)
+                    if output.finish_reason == "error":
+                        failures.append((index, output))
+                if woken.finished:
+                    del running[woken.request_id]
+                    sequences -= requests[index].params.n
+                advance(tokens, woken.finished)
+        except BaseException:
+            for _, request_under_way in running.values():
+                request_under_way.abort()
+            raise
+    answers = [output for output in outputs if output is not None]
+    if failures:
+        raise _failure(failures, answers)
+    return answers
+
+
+def _failure(failures: list[tuple[int, TextOutput]], answers: list[RequestOutput]) -> HeadraceError:
+    index, first = failures[0]
+    message = first.error_message or "generation failed"
+    kind = getattr(errors, first.error_kind or "", None)
+    if isinstance(kind, type) and issubclass(kind, HeadraceError) and not issubclass(kind, GenerationError):
+        return kind(message)
+    return BatchError(
+        f"{len(failures)} of the sequences failed, first one of prompt {index}: {message}", answers
+    )
+
+
+def _empty_output(request_id: str, request: BatchRequest) -> RequestOutput:
+    wants_logprobs = request.params.logprobs is not None
+    return RequestOutput(
+        request_id=request_id,
+        prompt=request.text,
+        prompt_token_ids=request.token_ids,
+        outputs=[
+            CompletionOutput(
+                index=choice,
+                logprobs=[] if wants_logprobs else None,
+                cumulative_logprob=0.0 if wants_logprobs else None,
+            )
+            for choice in range(request.params.n)
+        ],
+    )
+
+
+def _append(answer: RequestOutput, news: TextOutput, tokenizer: Tokenizer) -> None:
+    completion = answer.outputs[news.choice]
+    completion.text += news.text
+    completion.token_ids += news.token_ids
+    completion.finish_reason, completion.stop_reason = news.finish_reason, news.stop_reason
+    answer.num_cached_tokens = max(answer.num_cached_tokens, news.num_cached_tokens)
+    if completion.logprobs is not None and news.logprobs is not None:
+        completion.logprobs += [_candidates(entry, tokenizer) for entry in news.logprobs]
+        total = completion.cumulative_logprob or 0.0
+        completion.cumulative_logprob = total + sum(entry.logprob for entry in news.logprobs)
+
+
+def _candidates(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    def text(token: int) -> str:
+        return tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    candidates = {
+        token: Logprob(logprob, rank, text(token))
+        for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1)
+    }
+    if entry.token_id not in candidates:
+        candidates[entry.token_id] = Logprob(entry.logprob, None, text(entry.token_id))
+    return candidates
+
+
+@contextlib.contextmanager
+def _progress(total: int, show: bool) -> Iterator[Callable[[int, bool], None]]:
+    """A bar of finished prompts and tokens per second on stderr, if that is a terminal.
+
+    Yields a function of new tokens and of whether a prompt has finished.
+    """
+    if not (show and sys.stderr.isatty()):
+        yield lambda tokens, finished: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("Processed prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]:.1f} tokens/s"),
+    )
+    began, produced = time.monotonic(), 0
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("generate", total=total, speed=0.0)
+
+        def advance(tokens: int, finished: bool) -> None:
+            nonlocal produced
+            produced += tokens
+            speed = produced / max(time.monotonic() - began, 1e-9)
+            bar.update(task, advance=1 if finished else 0, speed=speed)
+
+        yield advance

@@ -1,0 +1,289 @@
+"""Frontend: text in, text out, over one engine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from headrace.engine.client import EngineClient
+from headrace.engine.request import EngineRequest, SamplingParams
+from headrace.errors import ContextLengthError, InvalidRequestError
+from headrace.frontend.outputs import TextOutput
+from headrace.frontend.text_request import TextRequest
+from headrace.frontend.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:  # asyncio and jinja2 are imported where they are used: LLM needs neither to start
+    from asyncio import AbstractEventLoop
+
+    from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+    from headrace.frontend.chat_template import ChatTemplate
+    from headrace.frontend.stream import LoopWaker, TextStream
+
+Progress = Callable[[str, int, int], None]
+"""Called while a model is fetched: what, bytes so far, bytes in all."""
+
+
+class Frontend:
+    """Tokenises, submits, and turns tokens back into text; thread-safe, and never on the engine's thread.
+
+    ``max_model_len``: tokens of prompt and output together that one sequence may have.
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, model_name: str) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.max_model_len = client.max_model_len
+        self._eos_token_ids = [i for i in tokenizer.eos_token_ids if i < client.architecture.vocab_size]
+        self._prefix = os.urandom(4).hex()
+        self._numbers = itertools.count()  # next() on it is atomic
+        self._lock = threading.Lock()
+        self._template: ChatTemplate | None = None
+        self._wakers: WeakKeyDictionary[AbstractEventLoop, LoopWaker] = WeakKeyDictionary()
+
+    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt, with BOS as the model was trained; a list of ids is only checked.
+
+        Control tokens spelled out in the text become control tokens (see :meth:`Tokenizer.encode`). Raises
+        InvalidRequestError if there is nothing, or something that is neither text nor ids.
+        """
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, (list, tuple)) and all(type(item) is int for item in prompt):
+            ids = list(prompt)
+        else:
+            raise InvalidRequestError("A prompt must be a string or a list of token ids.", param="prompt")
+        if not ids:
+            raise InvalidRequestError("The prompt is empty; it needs at least one token.", param="prompt")
+        vocab_size = self.client.architecture.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            wrong = next(item for item in ids if not 0 <= item < vocab_size)
+            raise InvalidRequestError(
+                f"Token id {wrong if abs(wrong) < 2**63 else 'of more than 64 bits'} is not in the "
+                f"vocabulary (0 to {vocab_size - 1}).",
+                param="prompt",
+            )
+        return ids
+
+    def render_chat(
+        self,
+        /,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt that the model's chat template makes of a conversation.
+
+        Raises InvalidRequestError if the messages are malformed, the template refuses them, or the model
+        has none.
+        """
+        return self._chat_template().render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
+
+    def encode_chat(
+        self,
+        /,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation: :meth:`render_chat`, tokenised.
+
+        As in vLLM and transformers the rendered text is parsed with its control tokens, and a message that
+        spells one out (``<|im_end|>``) writes it: messages are not a security boundary. Raises
+        InvalidRequestError as render_chat does.
+        """
+        text = self.render_chat(messages, tools, add_generation_prompt, **template_kwargs)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+        if not ids:
+            raise InvalidRequestError("The chat template made an empty prompt of these messages.")
+        return ids
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """What can be said before submitting: raises InvalidRequestError or ContextLengthError."""
+        params.validate(self.client.architecture.vocab_size)
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise ContextLengthError(
+                f"The prompt has {len(prompt_token_ids)} tokens; the context holds {self.max_model_len}, the "
+                f"answer included, so {self.max_model_len - 1} at most would be right.",
+                param="prompt",
+            )
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        wake: Callable[[TextRequest], None],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> TextRequest:
+        """Queue a request whose owner calls ``process()`` and ``take()`` after each ``wake`` (on any thread).
+
+        Raises InvalidRequestError, ContextLengthError, OverloadedError or EngineDeadError at once.
+        """
+        self.tokenizer.token_bytes(0)  # raises if this tokenizer can't generate
+        request = EngineRequest(
+            request_id=request_id or f"{self._prefix}-{next(self._numbers)}",
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            eos_token_ids=self._eos_token_ids,
+            priority=priority,
+            arrival_time=time.monotonic(),
+            cache_salt=cache_salt,
+        )
+        self.check(request.prompt_token_ids, params)
+        text_request = TextRequest(self.client, request, self.tokenizer, wake)
+        self.client.submit(request, text_request.receive)
+        return text_request
+
+    async def start(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> TextStream:
+        """Submit now and return the stream of news. Raises as :meth:`submit` does, before any item."""
+        from headrace.frontend.stream import TextStream
+
+        return TextStream(
+            lambda wake: self.submit(
+                prompt_token_ids,
+                params,
+                wake,
+                request_id=request_id,
+                priority=priority,
+                cache_salt=cache_salt,
+            ),
+            self._waker(),
+        )
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[list[TextOutput]]:
+        """:meth:`start`, as a generator: submits when first awaited, aborts when closed."""
+        async with await self.start(
+            prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        ) as news:
+            async for outputs in news:
+                yield outputs
+
+    def close(self) -> None:
+        """Close the engine: what still runs ends with ``abort``. Closing twice is fine."""
+        self.client.close()
+
+    def _chat_template(self) -> ChatTemplate:
+        from headrace.frontend.chat_template import ChatTemplate
+
+        source = self.tokenizer.chat_template
+        if source is None:
+            raise InvalidRequestError(
+                f"The model {self.model_name!r} has no chat template: it is a base model. Use completions "
+                "(on the command line: --raw) instead of chat.",
+                param="messages",
+            )
+        with self._lock:
+            if self._template is None:
+                self._template = ChatTemplate(
+                    source, bos_token=self.tokenizer.bos_token, eos_token=self.tokenizer.eos_token
+                )
+            return self._template
+
+    def _waker(self) -> LoopWaker:
+        """The running event loop's."""
+        import asyncio
+
+        from headrace.frontend.stream import LoopWaker
+
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            waker = self._wakers.get(loop)
+            if waker is None:
+                waker = self._wakers[loop] = LoopWaker(loop)
+            return waker
+
+
+def open_frontend(
+    model: ModelConfig,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    *,
+    process: bool = False,
+    progress: Progress | None = None,
+) -> Frontend:
+    """Find (or fetch) the model, load its tokenizer and its engine side by side, and join them.
+
+    ``process``: the engine runs in a process of its own instead of a thread. Raises ModelNotFoundError,
+    DownloadError, ModelFormatError, OutOfMemoryError or ConfigError, each with what would be right.
+    """
+    from headrace.model import store
+
+    if cache.swap_space:
+        warnings.warn("swap_space is not used yet: there is no second tier of KV blocks", stacklevel=2)
+    path = store.resolve(model.model, progress=progress)
+    loading = _InBackground(lambda: load_tokenizer(path))
+    client = _open_client(path, model, cache, scheduler, process=process)
+    try:
+        return Frontend(client, loading.result(), model.model)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _open_client(
+    path: Path, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, *, process: bool
+) -> EngineClient:
+    if process:
+        from headrace.engine.build import CheckpointSpec
+        from headrace.engine.process_client import ProcessClient
+
+        return ProcessClient(CheckpointSpec(path=str(path), model=model, cache=cache, scheduler=scheduler))
+    from headrace.engine.build import build_engine
+    from headrace.engine.thread_client import ThreadClient
+
+    return ThreadClient(build_engine(path, model, cache, scheduler))
+
+
+class _InBackground:
+    """A call on a thread of its own (concurrent.futures takes longer to import than this to read)."""
+
+    def __init__(self, call: Callable[[], Tokenizer]) -> None:
+        self._call = call
+        self._result: Tokenizer | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="headrace-tokenizer", daemon=True)
+        self._thread.start()
+
+    def result(self) -> Tokenizer:
+        """Wait. Raises what the call raised."""
+        self._thread.join()
+        if self._result is None:
+            assert self._error is not None
+            raise self._error
+        return self._result
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error

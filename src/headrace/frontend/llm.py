@@ -1,0 +1,246 @@
+"""LLM: generate for a batch of prompts, in this process, in vLLM's shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from headrace.engine.request import EngineStats, SamplingParams
+from headrace.errors import ConfigError, InvalidRequestError
+from headrace.frontend.batch import BatchRequest, generate_batch
+from headrace.frontend.frontend import Frontend, Progress, open_frontend
+from headrace.frontend.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from typing import Self
+
+Prompt: TypeAlias = str | Mapping[str, Any]
+"""Text, ``{"prompt": text}`` or ``{"prompt_token_ids": [ids]}``."""
+
+Message: TypeAlias = Mapping[str, Any]
+"""``{"role": …, "content": …}``."""
+
+_NO_QUEUE_LIMIT_S = 1e9  # an offline batch waits for as long as it takes
+
+
+class LLM:
+    """A model, loaded and ready to generate.
+
+    Settings come as config objects or as plain arguments, which fill in what the object leaves at its
+    default; where both say something different, ConfigError is raised. ``progress`` is told how the
+    model's download advances. Not for use by several threads at once.
+
+    Raises ConfigError, ModelNotFoundError, DownloadError, ModelFormatError or OutOfMemoryError.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        quantization: str | None = None,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        block_size: int | None = None,
+        swap_space: float | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        backend: str | None = None,
+        device: str | None = None,
+        threads: int | None = None,
+        seed: int | None = None,
+        model_config: ModelConfig | None = None,
+        cache_config: CacheConfig | None = None,
+        scheduler_config: SchedulerConfig | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model_config = _with_arguments(
+            model_config or ModelConfig(),
+            model=model,
+            quantization=quantization,
+            max_model_len=max_model_len,
+            backend=backend,
+            device=device,
+            threads=threads,
+            seed=seed,
+        )
+        self.cache_config = _with_arguments(
+            cache_config or CacheConfig(),
+            block_size=block_size,
+            swap_space=swap_space,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.scheduler_config = _with_arguments(
+            scheduler_config or SchedulerConfig(),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self._frontend = open_frontend(
+            self.model_config,
+            self.cache_config,
+            dataclasses.replace(self.scheduler_config, max_queue_time_s=_NO_QUEUE_LIMIT_S),
+            progress=progress,
+        )
+        self._close_at_the_end()
+
+    @classmethod
+    def from_frontend(cls, frontend: Frontend, scheduler_config: SchedulerConfig | None = None) -> Self:
+        """An LLM over a frontend that is open already, and that it closes; the configs are informative."""
+        llm = cls.__new__(cls)
+        llm.model_config = ModelConfig(model=frontend.model_name, max_model_len=frontend.max_model_len)
+        llm.cache_config = CacheConfig()
+        llm.scheduler_config = scheduler_config or SchedulerConfig()
+        llm._frontend = frontend
+        llm._close_at_the_end()
+        return llm
+
+    @property
+    def frontend(self) -> Frontend:
+        """Tokenizer, chat template and engine client."""
+        return self._frontend
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers to all prompts, in their order.
+
+        ``sampling_params``: one for all, or one per prompt. ``use_tqdm``: show a progress bar on a terminal.
+        All prompts are checked before any runs: InvalidRequestError or ContextLengthError say which one is
+        wrong. If a sequence fails on the way the others finish first; then BatchError is raised, whose
+        ``outputs`` hold everything.
+        """
+        if isinstance(prompts, (str, Mapping)):
+            prompts = [prompts]
+        elif not isinstance(prompts, Sequence):
+            raise InvalidRequestError(f"prompts must be a prompt or a list of them, not {prompts!r:.60}.")
+        return self._run(prompts, self._prompt, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation, or to a list of them, through the model's chat template.
+
+        Raises as :meth:`generate`, and InvalidRequestError for a model without a template.
+        """
+        if not isinstance(messages, Sequence):
+            raise InvalidRequestError("messages must be a conversation or a list of them.", param="messages")
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations = [messages] if one else list(messages)
+
+        def encode(conversation: Any) -> tuple[str | None, list[int]]:
+            text = self._frontend.render_chat(
+                conversation, tools, add_generation_prompt, **(chat_template_kwargs or {})
+            )
+            return text, self._frontend.tokenizer.encode(text, add_special_tokens=False)
+
+        return self._run(conversations, encode, sampling_params, use_tqdm)
+
+    def stats(self) -> EngineStats:
+        """A snapshot: ``prefix_cache_hit_rate``, ``num_running_seqs``, ``kv_cache_usage`` and the rest."""
+        return self._frontend.client.stats()
+
+    def close(self) -> None:
+        """Free the model's memory. Closing twice is fine; generating afterwards raises EngineDeadError."""
+        self._frontend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _close_at_the_end(self) -> None:
+        """Close when this object goes or the program ends: no engine may outlive the interpreter."""
+        weakref.finalize(self, self._frontend.close)
+
+    def _run(
+        self,
+        inputs: Sequence[Any],
+        encode: Callable[[Any], tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        show_progress: bool,
+    ) -> list[RequestOutput]:
+        params = _one_each(sampling_params, len(inputs))
+        requests = []
+        for index, (item, its_params) in enumerate(zip(inputs, params, strict=True)):
+            try:
+                text, ids = encode(item)
+                self._frontend.check(ids, its_params)
+            except InvalidRequestError as error:
+                if len(inputs) > 1:
+                    error.message = f"prompt {index} of {len(inputs)}: {error.message}"
+                    error.args = (error.message,)
+                raise
+            requests.append(BatchRequest(text, ids, its_params))
+        return generate_batch(
+            self._frontend,
+            requests,
+            # Enough to keep the engine's queue from running dry, and never so many that it refuses one.
+            max_sequences=min(2 * self.scheduler_config.max_num_seqs, self.scheduler_config.max_waiting),
+            show_progress=show_progress,
+        )
+
+    def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            if len(keys) != 1:
+                raise InvalidRequestError(
+                    "A prompt given as a dict needs either 'prompt' (text) or 'prompt_token_ids' (a list)."
+                )
+            prompt, is_text = prompt[keys[0]], keys[0] == "prompt"
+        else:
+            is_text = True
+        if is_text != isinstance(prompt, str):
+            raise InvalidRequestError(
+                "A prompt must be a string, {'prompt': text} or {'prompt_token_ids': [ids]}, not "
+                f"{type(prompt).__name__}."
+            )
+        return (prompt if is_text else None), self._frontend.encode_prompt(prompt)
+
+
+def _with_arguments(config: Any, **arguments: Any) -> Any:
+    """A copy of ``config`` with the arguments that were given. ConfigError where both chose, differently."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    defaults = type(config)()
+    for name, value in given.items():
+        chosen = getattr(config, name)
+        if chosen not in (getattr(defaults, name), value):
+            raise ConfigError(
+                f"{name} is {chosen!r} in {type(config).__name__}, {value!r} as an argument; give it once.",
+                param=name,
+            )
+    return dataclasses.replace(config, **given)
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidRequestError("sampling_params must be a SamplingParams or a list of them.")
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"There are {count} prompts but {len(params)} sampling_params; give one for all, or one each."
+        )
+    return list(params)

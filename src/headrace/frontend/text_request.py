@@ -1,0 +1,156 @@
+"""One request's way from token ids to text: a detokenizer and stop strings for each of its choices."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+
+from headrace.engine.client import EngineClient
+from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams
+from headrace.frontend.detokenizer import Detokenizer
+from headrace.frontend.outputs import TextOutput
+from headrace.frontend.stop import StopMatcher
+from headrace.frontend.tokenizer import Tokenizer
+
+
+class TextChoice:
+    """One of a request's sequences. ``finished`` once its only ``finish_reason`` has been decided."""
+
+    def __init__(
+        self,
+        choice: int,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        eos_token_ids: Collection[int] = (),
+        continues_text: bool = False,
+    ) -> None:
+        self.finished = False
+        self._choice = choice
+        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._unchecked = params.min_tokens  # stop strings are not looked for in the first so many tokens
+        self._detokenizer = Detokenizer(tokenizer, continues_text=continues_text)
+        self._matcher = StopMatcher(params.stop) if params.stop else None
+        self._news: TextOutput | None = None
+
+    def push(self, output: EngineOutput) -> bool:
+        """Take in news; True if a stop string was found, so that the engine has to be told to stop.
+
+        Tokens after the one that completes a stop string are dropped, as is all news after the end.
+        """
+        if self.finished:
+            return False
+        news = self._news
+        if news is None:
+            news = self._news = TextOutput(self._choice)
+        text, kept, matched = self._text_of(output)
+        news.text += text
+        news.token_ids += output.token_ids[:kept]
+        if output.logprobs is not None:
+            news.logprobs = (news.logprobs or []) + output.logprobs[:kept]
+        news.num_cached_tokens = max(news.num_cached_tokens, output.num_cached_tokens)
+        news.first_scheduled_time = news.first_scheduled_time or output.first_scheduled_time
+        news.first_token_time = news.first_token_time or output.first_token_time
+        if matched is not None:
+            news.finish_reason, news.stop_reason = "stop", matched
+        elif output.finish_reason is not None:
+            news.finish_reason = output.finish_reason
+            news.error_message, news.error_kind = output.error_message, output.error_kind
+            if output.stop_token_id not in self._eos:
+                news.stop_reason = output.stop_token_id
+        self.finished = news.finish_reason is not None
+        return matched is not None and output.finish_reason is None
+
+    def take(self) -> TextOutput | None:
+        """Everything since the last call, as one delta; None if there is nothing."""
+        news, self._news = self._news, None
+        return news
+
+    def _text_of(self, output: EngineOutput) -> tuple[str, int, str | None]:
+        """The text to show, how many of the output's tokens it stands for, and the stop string found."""
+        tokens, matcher = output.token_ids, self._matcher
+        shown = len(tokens)
+        if output.finish_reason == "stop" and shown and tokens[-1] == output.stop_token_id:
+            shown -= 1  # a stop token ends the text and is no part of it
+        ending = output.finish_reason is not None
+        if matcher is None:
+            text = self._detokenizer.push(tokens[:shown])
+            return text + self._detokenizer.finish() if ending else text, len(tokens), None
+        text = ""
+        for index in range(shown):
+            piece = self._detokenizer.push(tokens[index : index + 1])
+            if self._unchecked > 0:
+                self._unchecked -= 1
+                text += piece
+                continue
+            safe, matched = matcher.push(piece)
+            text += safe
+            if matched is not None:
+                return text, index + 1, matched
+        if ending:
+            safe, matched = matcher.push(self._detokenizer.finish())
+            text += safe
+            if matched is not None:
+                return text, len(tokens), matched
+            text += matcher.finish()
+        return text, len(tokens), None
+
+
+class TextRequest:
+    """A request under way.
+
+    :meth:`receive` may run on any thread and only stores what it is given; all other methods belong to
+    one thread, the consumer's, where :meth:`process` does the work on text. ``wake`` is called, on the
+    client's thread, whenever there is something to process.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        request: EngineRequest,
+        tokenizer: Tokenizer,
+        wake: Callable[[TextRequest], None],
+    ) -> None:
+        self.request_id = request.request_id
+        self.prompt_token_ids = request.prompt_token_ids
+        self._client = client
+        self._wake = wake
+        self._inbox: deque[list[EngineOutput]] = deque()  # append and popleft are atomic
+        special = tokenizer.special_token_ids
+        continues = any(token not in special for token in request.prompt_token_ids)
+        self._choices = [
+            TextChoice(
+                choice,
+                tokenizer,
+                request.params,
+                eos_token_ids=request.eos_token_ids,
+                continues_text=continues,
+            )
+            for choice in range(request.params.n)
+        ]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has its finish_reason (which may still wait to be taken)."""
+        return all(choice.finished for choice in self._choices)
+
+    def receive(self, outputs: list[EngineOutput]) -> None:
+        """The engine's sink."""
+        self._inbox.append(outputs)
+        self._wake(self)
+
+    def process(self) -> None:
+        """Turn what has been received into text; end choices whose stop string has come."""
+        while self._inbox:
+            for output in self._inbox.popleft():
+                if self._choices[output.choice].push(output):
+                    self._client.abort(self.request_id, output.choice)
+
+    def take(self) -> list[TextOutput]:
+        """At most one output per choice: everything since the last call. Empty if there is nothing."""
+        return [news for choice in self._choices if (news := choice.take()) is not None]
+
+    def abort(self) -> None:
+        """End whatever still runs."""
+        if not self.finished:
+            self._client.abort(self.request_id)
