@@ -166,6 +166,23 @@ def test_one_thread_and_an_api_key(smollm2_path: Path) -> None:
         assert "Paris" in granted.json()["choices"][0]["text"]
 
 
+def test_a_killed_engine_process_ends_streams_and_is_seen(smollm2_path: Path) -> None:
+    with serving("--engine-process") as server:
+        asked = LONG | {"stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=30) as stream:
+            pieces = stream.iter_text()
+            next(pieces)
+            for child in psutil.Process(server.process.pid).children(recursive=True):
+                child.kill()
+            text = "".join(pieces)
+        assert "event: error" in text
+        assert "engine_dead" in text
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
+        assert server.stop() == 0
+
+
 def test_the_engine_in_a_process_of_its_own(smollm2_path: Path) -> None:
     with serving("--engine-process") as server:
         body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}

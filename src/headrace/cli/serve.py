@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Annotated
@@ -107,21 +108,29 @@ def serve(
         logger(level=log_level),
     )
 
-    def announce(_: Frontend) -> None:
+    address = f"http://{_url_host(host)}:{sock.getsockname()[1]}"
+
+    def announce(frontend: Frontend) -> None:
         gc.freeze()  # and later collections need not look at it either
         gc.enable()
-        address = f"http://{_url_host(host)}:{sock_port}"
-        key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if api_key else ""
-        body = {"model": names[0], "stream": True, "messages": [{"role": "user", "content": "Hello!"}]}
         print(f"Serving {names[0]} on {address} (documentation: {address}/docs). Try:\n")
-        print(
-            f"curl -N {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-            f"-d '{json.dumps(body)}'\n",
-            flush=True,
-        )
+        chats = frontend.tokenizer.chat_template is not None
+        print(_curl(address, names[0], chats=chats, with_key=api_key is not None) + "\n", flush=True)
 
-    sock_port = sock.getsockname()[1]
     run(state, sock, loading, on_ready=announce, drain_timeout_s=drain_timeout)
+
+
+def _curl(address: str, model: str, *, chats: bool, with_key: bool) -> str:
+    """A command to paste that streams an answer; base models complete, they do not chat."""
+    body: dict[str, object] = {"model": model, "stream": True}
+    if chats:
+        body["messages"] = [{"role": "user", "content": "Hello!"}]
+    else:
+        body |= {"prompt": "Once upon a time", "max_tokens": 64}
+    route = "chat/completions" if chats else "completions"
+    key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if with_key else ""
+    data = shlex.quote(json.dumps(body))
+    return f"curl -N {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {data}"
 
 
 def _url_host(host: str) -> str:
