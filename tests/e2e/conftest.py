@@ -7,6 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
+
 from tests.e2e.running import RunningServer, serving
 
 

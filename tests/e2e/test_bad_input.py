@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from tests.e2e.running import RunningServer
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
+
+from tests.e2e.running import RunningServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -73,6 +75,23 @@ def api(server: RunningServer) -> Any:
     loaded = schemathesis.openapi.from_dict(schema)
     loaded.config.update(base_url=server.url)
     return loaded
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS hello
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"\x00" * 1000 + b"\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused(server: RunningServer, sent: bytes) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(sent)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400")
+    assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 RIGHT, WRONG = GenerationMode.POSITIVE, GenerationMode.NEGATIVE

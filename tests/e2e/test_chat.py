@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import subprocess
 import termios
 import time
@@ -51,6 +52,16 @@ def test_empty_input_is_refused() -> None:
     ended = run("chat", text="  \n")
     assert ended.returncode == 1
     assert "empty" in ended.stderr
+
+
+def test_ctrl_c_exits_with_130() -> None:
+    """Also while the prompt is still being read; no traceback."""
+    chat = subprocess.Popen([*COMMAND, "chat"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(1.5)
+    chat.send_signal(signal.SIGINT)
+    _, printed = chat.communicate(timeout=10)
+    assert chat.returncode == 130
+    assert "Traceback" not in printed
 
 
 class Terminal:

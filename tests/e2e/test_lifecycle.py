@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+
 from tests.e2e.running import RunningServer, run, serving
 
 # Opens a stream, says so once something of it has come, and then waits to be killed.

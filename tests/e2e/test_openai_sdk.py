@@ -6,6 +6,7 @@ import asyncio
 
 import openai
 import pytest
+
 from tests.e2e.running import RunningServer
 
 MODEL = "smollm2-135m"

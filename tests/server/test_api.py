@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.server.small_server import MAX_MODEL_LEN, connected, events, small_app, small_frontend
 
 USER = [{"role": "user", "content": "hi"}]

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+
 from tests.server.small_server import RawClient, connected, events, idle, small_app, small_frontend, until
 
 pytestmark = pytest.mark.anyio
@@ -70,18 +71,26 @@ async def test_leaving_frees_every_choice_of_every_prompt(slow: Any) -> None:
     assert app.state.server.in_flight == 0
 
 
+async def test_a_prompt_that_is_refused_takes_its_companions_along(slow: Any) -> None:
+    async with connected(small_app(slow)) as client:
+        refused = await client.post(TEXT, json=LONG | {"prompt": ["ab", "x" * 600]})
+    assert refused.status_code == 400
+    await until(lambda: idle(slow), timeout_s=1.0)
+
+
 async def test_a_client_that_stops_reading_is_given_up() -> None:
-    """The engine is not held up by it, and its request does not stay for ever."""
-    frontend = small_frontend()
+    """The engine is not held up by it, and its request ends before its text does."""
+    frontend = small_frontend(step_s=0.005)
     app = small_app(frontend, write_timeout_s=0.2)
     try:
         stalled = RawClient(app, TEXT, LONG | {"stream": True})
         stalled.stall = asyncio.Event()
         async with connected(app) as client:
-            other = await client.post(TEXT, json=LONG)
-        assert other.json()["usage"]["completion_tokens"] == 400
-        await asyncio.wait_for(stalled.task, 2.0)
-        await until(lambda: idle(frontend))
+            other = await client.post(TEXT, json=LONG | {"max_tokens": 20})
+        assert other.json()["usage"]["completion_tokens"] == 20
+        await asyncio.wait_for(stalled.task, 1.5)
+        await until(lambda: idle(frontend), timeout_s=0.5)
+        assert frontend.client.stats().generation_tokens < 400
         assert app.state.server.in_flight == 0
     finally:
         frontend.close()

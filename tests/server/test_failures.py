@@ -8,11 +8,11 @@ import json
 from typing import Any
 
 import pytest
-from tests.server.small_server import RawClient, connected, events, small_app, small_frontend, until
 
 from headrace.observe.logs import logger
 from headrace.server.app import build_app
 from headrace.server.state import ServerSettings, ServerState
+from tests.server.small_server import RawClient, connected, events, small_app, small_frontend, until
 
 pytestmark = pytest.mark.anyio
 TEXT = "/v1/completions"

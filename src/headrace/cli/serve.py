@@ -7,7 +7,7 @@ import json
 import shlex
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -61,7 +61,9 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Time for running requests on SIGTERM.")
     ] = 30.0,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Least level that is logged.")
+    ] = "info",
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API. Logs are JSON lines on standard error."""
     config = ModelConfig(

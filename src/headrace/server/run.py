@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from headrace.errors import HeadraceError
 from headrace.observe.logs import Forward
 from headrace.server.app import build_app
 from headrace.server.state import ServerState
@@ -55,6 +56,12 @@ def run(
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(_Life(state, config, loading, on_ready, drain_timeout_s).live(sock))
+
+
+def _warm_up(frontend: Frontend) -> None:
+    """Compile the chat template now: the first chat should not pay for it, nor readiness wait for it."""
+    with contextlib.suppress(HeadraceError):  # a base model has none
+        frontend.encode_chat([{"role": "user", "content": "Hello!"}])
 
 
 class _Server(uvicorn.Server):
@@ -117,6 +124,7 @@ class _Life:
         self._state.ready(frontend, time.monotonic() - began)
         if not self._stop.is_set():
             self._on_ready(frontend)
+            await asyncio.to_thread(_warm_up, frontend)
 
     async def _drain(self) -> None:
         in_flight = self._state.in_flight
