@@ -1,0 +1,40 @@
+"""headrace doctor: what this machine can do, and what would make it faster."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+_STYLES = {"ok": "green", "slower": "yellow", "broken": "bold red"}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+) -> None:
+    """Check this machine: every line says ok, slower or broken, and the fix. Broken exits with 1."""
+    from headrace.cli.machine import checks
+
+    broken = False
+    if as_json:
+        found = list(checks())
+        broken = any(check.status == "broken" for check in found)
+        print(json.dumps([check.as_dict() for check in found], indent=2))
+    else:
+        from rich.console import Console
+        from rich.text import Text
+
+        # a pipe gets whole lines: what is cut at some width cannot be searched
+        console = Console(highlight=False) if sys.stdout.isatty() else Console(width=1000)
+        for check in checks():
+            broken |= check.status == "broken"
+            line = Text.assemble(
+                (f"{check.status:<7}", _STYLES[check.status]), f" {check.name:<10} ", check.finding
+            )
+            console.print(line, soft_wrap=True)
+            if check.fix:
+                console.print(Text(f"{'':<19}→ {check.fix}"), soft_wrap=True)
+    if broken:
+        raise typer.Exit(1)

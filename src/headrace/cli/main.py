@@ -1,0 +1,59 @@
+"""The command line as a whole: its commands, and how errors end it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from headrace.cli import chat, doctor, models, serve
+from headrace.errors import HeadraceError
+
+app = typer.Typer(
+    name="headrace",
+    help="Serve large language models fast, cheaply and dependably; measure first, then optimise.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(serve.serve)
+app.command()(chat.chat)
+app.add_typer(models.app, name="models")
+app.command()(doctor.doctor)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from headrace import __version__
+
+        print(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 failed (one line on stderr), 2 misused, 130 interrupted."""
+    try:
+        app()
+    except HeadraceError as error:
+        print(f"headrace: {error.message}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # whoever read our output has left; keep the interpreter from complaining about it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:  # a file or folder of the user's: full, forbidden, gone
+        print(f"headrace: {error}", file=sys.stderr)
+        sys.exit(1)

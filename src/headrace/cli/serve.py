@@ -1,0 +1,161 @@
+"""headrace serve: one model behind an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shlex
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from headrace.cli import options
+from headrace.engine.config import DEFAULT_MODEL, CacheConfig, ModelConfig, SchedulerConfig
+
+if TYPE_CHECKING:
+    from headrace.frontend.frontend import Frontend
+
+_DEFAULTS = SchedulerConfig()
+_WRITE_TIMEOUT_S = 60.0  # a client that takes nothing for so long is given up
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=options.REFERENCE_HELP, show_default=True)
+    ] = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name that requests use; repeat it for several.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="HEADRACE_API_KEY", help="Ask clients for this key.", show_envvar=True),
+    ] = None,
+    max_model_len: options.MaxModelLen = None,
+    quantization: options.Quantization = None,
+    kv_cache_memory: options.KVCacheMemory = options.DEFAULT_KV_CACHE,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, max=4096, help="Sequences that run at once.")
+    ] = _DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of one step.")
+    ] = _DEFAULTS.max_num_batched_tokens,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait; more get 503.")
+    ] = _DEFAULTS.max_waiting,
+    max_queue_time: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Longest wait before 503.")
+    ] = _DEFAULTS.max_queue_time_s,
+    max_body_size: Annotated[str, typer.Option(metavar="SIZE", help="Longest request body.")] = "8MiB",
+    prefix_caching: Annotated[bool, typer.Option(help="Share the KV blocks of equal beginnings.")] = True,
+    threads: options.Threads = 0,
+    backend: options.Backend = "cpu",
+    device: options.Device = "cpu",
+    engine_process: Annotated[
+        bool, typer.Option("--engine-process/--engine-thread", help="Where the engine runs.")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(help="Makes requests without a seed repeatable.")] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Time for running requests on SIGTERM.")
+    ] = 30.0,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Least level that is logged.")
+    ] = "info",
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API. Logs are JSON lines on standard error."""
+    config = ModelConfig(
+        model=model,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        backend=backend,
+        device=device,
+        threads=threads,
+        seed=seed,
+    )
+    cache = CacheConfig(
+        kv_cache_memory_bytes=options.size_bytes(kv_cache_memory, "--kv-cache-memory"),
+        enable_prefix_caching=prefix_caching,
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_waiting=max_waiting,
+        max_queue_time_s=max_queue_time,
+    )
+    body_limit = options.size_bytes(max_body_size, "--max-body-size")
+
+    # Nothing that loading makes is garbage: not looking for any saves a tenth of the start.
+    gc.disable()
+    from headrace.server.listen import listen
+
+    sock = listen(host, port, _WRITE_TIMEOUT_S)
+    # Weights are read in a thread while this one imports the HTTP stack: together they set the cold start.
+    loading = _start_loading(config, cache, scheduler, engine_process)
+
+    from headrace.observe.logs import logger
+    from headrace.server.run import run
+    from headrace.server.state import ServerSettings, ServerState
+
+    names = tuple(served_model_name or (model,))
+    state = ServerState(
+        ServerSettings(
+            served_model_names=names,
+            api_key=api_key,
+            max_body_bytes=body_limit,
+            write_timeout_s=_WRITE_TIMEOUT_S,
+        ),
+        logger(level=log_level),
+    )
+
+    address = f"http://{_url_host(host)}:{sock.getsockname()[1]}"
+
+    def announce(frontend: Frontend) -> None:
+        gc.freeze()  # and later collections need not look at it either
+        gc.enable()
+        print(f"Serving {names[0]} on {address} (documentation: {address}/docs). Try:\n")
+        chats = frontend.tokenizer.chat_template is not None
+        print(_curl(address, names[0], chats=chats, with_key=api_key is not None) + "\n", flush=True)
+
+    run(state, sock, loading, on_ready=announce, drain_timeout_s=drain_timeout)
+
+
+def _curl(address: str, model: str, *, chats: bool, with_key: bool) -> str:
+    """A command to paste that streams an answer; base models complete, they do not chat."""
+    body: dict[str, object] = {"model": model, "stream": True}
+    if chats:
+        body["messages"] = [{"role": "user", "content": "Hello!"}]
+    else:
+        body |= {"prompt": "Once upon a time", "max_tokens": 64}
+    route = "chat/completions" if chats else "completions"
+    key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if with_key else ""
+    data = shlex.quote(json.dumps(body))
+    return f"curl -N {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {data}"
+
+
+def _url_host(host: str) -> str:
+    if host in ("", "0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _start_loading(
+    config: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, process: bool
+) -> Future[Frontend]:
+    future: Future[Frontend] = Future()
+
+    def work() -> None:
+        try:
+            from headrace.cli.progress import download_progress
+            from headrace.frontend.frontend import open_frontend
+
+            with download_progress() as progress:
+                future.set_result(open_frontend(config, cache, scheduler, process=process, progress=progress))
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon: when told to stop while loading, the process must not wait for it.
+    threading.Thread(target=work, name="load-model", daemon=True).start()
+    return future

@@ -1,0 +1,98 @@
+"""``/v1/chat/completions``: answers in OpenAI's shapes, whole or streamed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from headrace.engine.request import TokenLogprobs
+from headrace.frontend.outputs import TextOutput
+from headrace.server.generation import Generation
+from headrace.server.logprobs import TokenBytes, chat_logprobs
+from headrace.server.responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Delta,
+    encode,
+    event,
+)
+
+
+@dataclass(slots=True)
+class ChatAnswer:
+    """Turns the outputs of one generation into a :class:`ChatCompletion` or into its chunks."""
+
+    id: str
+    model: str
+    fingerprint: str
+    tokenizer: TokenBytes
+    n: int
+    wants_logprobs: bool = False
+    include_usage: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def whole(self, generation: Generation) -> bytes:
+        """The body of the answer, once every choice has finished."""
+        texts: list[list[str]] = [[] for _ in range(self.n)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(self.n)]
+        ends: dict[int, TextOutput] = {}
+        async for outputs in generation:
+            for output in outputs:
+                texts[output.choice].append(output.text)
+                logprobs[output.choice].extend(output.logprobs or ())
+                if output.finish_reason is not None:
+                    ends[output.choice] = output
+        choices = [
+            ChatChoice(
+                index,
+                AssistantMessage("assistant", "".join(texts[index])),
+                chat_logprobs(self.tokenizer, logprobs[index]) if self.wants_logprobs else None,
+                end.finish_reason or "stop",
+                end.stop_reason,
+            )
+            for index, end in sorted(ends.items())
+        ]
+        answer = ChatCompletion(
+            self.id, self.created, self.model, self.fingerprint, choices, generation.settle()
+        )
+        return encode(answer)
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The chunks as server-sent events, those of one step together."""
+        chunk = ChatCompletionChunk(self.id, self.created, self.model, self.fingerprint, [])
+        if self.include_usage:
+            chunk.usage = None
+        events = bytearray()
+        for index in range(self.n):
+            chunk.choices = [ChatChunkChoice(index, Delta(role="assistant", content=""))]
+            events += event(chunk)
+        async for outputs in generation:
+            for output in outputs:
+                if (choice := self._choice(output)) is not None:
+                    chunk.choices = [choice]
+                    events += event(chunk)
+            if events:
+                yield bytes(events)
+                events.clear()
+        if self.include_usage:
+            chunk.choices = []
+            chunk.usage = generation.settle()
+            yield event(chunk)
+
+    def _choice(self, output: TextOutput) -> ChatChunkChoice | None:
+        """None when there is nothing to tell: text that is held back has no chunk."""
+        choice = ChatChunkChoice(output.choice, Delta())
+        if output.text:
+            choice.delta.content = output.text
+        if self.wants_logprobs and output.logprobs:
+            choice.logprobs = chat_logprobs(self.tokenizer, output.logprobs)
+        if output.finish_reason is not None:
+            choice.finish_reason = output.finish_reason
+            choice.stop_reason = output.stop_reason
+        elif not output.text and choice.logprobs is None:
+            return None
+        return choice

@@ -1,0 +1,97 @@
+"""``/v1/completions``: answers in OpenAI's shapes, whole or streamed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from headrace.engine.request import TokenLogprobs
+from headrace.frontend.outputs import TextOutput
+from headrace.server.generation import Generation
+from headrace.server.logprobs import TokenBytes, completion_logprobs
+from headrace.server.responses import Completion, CompletionChoice, encode, event
+
+
+@dataclass(slots=True)
+class CompletionAnswer:
+    """Turns the outputs of one generation into a :class:`Completion` or into its chunks.
+
+    ``echo``: the texts of the prompts, to stand before their completions; empty for no echo.
+    """
+
+    id: str
+    model: str
+    fingerprint: str
+    tokenizer: TokenBytes
+    n: int  # per prompt
+    prompts: int
+    wants_logprobs: bool = False
+    include_usage: bool = False
+    echo: list[str] = field(default_factory=list)
+    created: int = field(default_factory=lambda: int(time.time()))
+    _offsets: dict[int, int] = field(default_factory=dict)
+
+    async def whole(self, generation: Generation) -> bytes:
+        """The body of the answer, once every choice has finished."""
+        count = self.n * self.prompts
+        texts: list[list[str]] = [[self._echo(index)] for index in range(count)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
+        ends: dict[int, TextOutput] = {}
+        async for outputs in generation:
+            for output in outputs:
+                texts[output.choice].append(output.text)
+                logprobs[output.choice].extend(output.logprobs or ())
+                if output.finish_reason is not None:
+                    ends[output.choice] = output
+        choices = [
+            CompletionChoice(
+                index,
+                "".join(texts[index]),
+                completion_logprobs(self.tokenizer, logprobs[index], 0)[0] if self.wants_logprobs else None,
+                end.finish_reason,
+                end.stop_reason,
+            )
+            for index, end in sorted(ends.items())
+        ]
+        answer = Completion(self.id, self.created, self.model, self.fingerprint, choices, generation.settle())
+        return encode(answer)
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The chunks as server-sent events, those of one step together."""
+        chunk = Completion(self.id, self.created, self.model, self.fingerprint, [])
+        if self.include_usage:
+            chunk.usage = None
+        events = bytearray()
+        if self.echo:
+            for index in range(self.n * self.prompts):
+                chunk.choices = [CompletionChoice(index, self._echo(index))]
+                events += event(chunk)
+        async for outputs in generation:
+            for output in outputs:
+                if (choice := self._choice(output)) is not None:
+                    chunk.choices = [choice]
+                    events += event(chunk)
+            if events:
+                yield bytes(events)
+                events.clear()
+        if self.include_usage:
+            chunk.choices = []
+            chunk.usage = generation.settle()
+            yield event(chunk)
+
+    def _echo(self, choice: int) -> str:
+        return self.echo[choice // self.n] if self.echo else ""
+
+    def _choice(self, output: TextOutput) -> CompletionChoice | None:
+        choice = CompletionChoice(output.choice, output.text)
+        if self.wants_logprobs and output.logprobs:
+            choice.logprobs, self._offsets[output.choice] = completion_logprobs(
+                self.tokenizer, output.logprobs, self._offsets.get(output.choice, 0)
+            )
+        if output.finish_reason is not None:
+            choice.finish_reason = output.finish_reason
+            choice.stop_reason = output.stop_reason
+        elif not output.text and choice.logprobs is None:
+            return None
+        return choice

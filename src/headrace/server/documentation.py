@@ -1,0 +1,100 @@
+"""OpenAPI for routes whose bodies are msgspec structs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from headrace.server import requests, responses
+
+_REF = "#/components/schemas/{name}"
+_BODIES: dict[str, type] = {
+    "/v1/chat/completions": requests.ChatCompletionRequest,
+    "/v1/completions": requests.CompletionRequest,
+}
+_ANSWERS: dict[str, type] = {
+    "/v1/chat/completions": responses.ChatCompletion,
+    "/v1/completions": responses.Completion,
+    "/v1/models": responses.ModelList,
+    "/v1/models/{name:path}": responses.ModelCard,
+    "/health": responses.Health,
+    "/health/readiness": responses.Health,
+}
+_EVENTS: dict[str, type] = {
+    "/v1/chat/completions": responses.ChatCompletionChunk,
+    "/v1/completions": responses.Completion,
+}
+_REFUSALS = {
+    "400": "The request can never succeed as it stands; `param` names the field.",
+    "401": "The API key is missing or wrong.",
+    "404": "No such model.",
+    "413": "The body is over the server's limit.",
+    "500": "Generation failed.",
+    "503": "Loading, draining or overloaded: try again after `retry-after` seconds.",
+}
+
+
+def operation(path: str, *, authenticated: bool) -> dict[str, Any]:
+    """What OpenAPI says of a route beyond its summary."""
+    out: dict[str, Any] = {"responses": {}}
+    if path in _BODIES:
+        content = {"application/json": {"schema": _ref(_BODIES[path])}}
+        out["requestBody"] = {"required": True, "content": content}
+    if path in _ANSWERS:
+        content = {"application/json": {"schema": _ref(_ANSWERS[path])}}
+        if path in _EVENTS:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        out["responses"]["200"] = {"content": content}
+    else:
+        out["responses"]["200"] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    errors: tuple[str, ...] = ()
+    if path.startswith("/health"):
+        out["responses"]["503"] = {
+            "description": "Not serving.",
+            "content": {"application/json": {"schema": _ref(responses.Health)}},
+        }
+    elif path in _BODIES:
+        errors = tuple(_REFUSALS)
+    elif "{" in path:
+        errors = ("401", "404")
+    elif path.startswith("/v1/"):
+        errors = ("401",)
+    for status in errors:
+        out["responses"][status] = {
+            "description": _REFUSALS[status],
+            "content": {"application/json": {"schema": _ref(responses.ErrorBody)}},
+        }
+    if authenticated and path.startswith("/v1/"):
+        out["security"] = [{"apiKey": []}]
+    return out
+
+
+def install(app: FastAPI) -> None:
+    """Make ``app.openapi()`` carry the structs' schemas and nothing that no route uses."""
+    made_by_fastapi = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = made_by_fastapi()
+            structs = {*_BODIES.values(), *_ANSWERS.values(), *_EVENTS.values(), responses.ErrorBody}
+            _, components = msgspec.json.schema_components(structs, ref_template=_REF)
+            schema["components"] = {
+                "schemas": components,
+                "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}},
+            }
+            for path in schema["paths"].values():
+                for method in path.values():
+                    method["responses"].pop("422", None)  # this server answers 400
+                    content = method["responses"]["200"]["content"]
+                    if "text/plain" in content:
+                        content.pop("application/json", None)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _ref(struct: type) -> dict[str, str]:
+    return {"$ref": _REF.format(name=struct.__name__)}

@@ -1,0 +1,195 @@
+"""What the server answers: the bodies of the OpenAI routes, encoded by msgspec."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from headrace.errors import HeadraceError
+
+encode = msgspec.json.Encoder().encode
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """``cached_tokens``: prompt tokens that came from the prefix cache."""
+
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a whole request; a prompt counts once however many choices it has."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
+
+
+class TopLogprob(msgspec.Struct):
+    """A token that might have been; ``bytes`` are exact where ``token`` is not valid UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    """The token that was sampled, and the most likely ones at its position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities of a chat choice, one entry a token."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities of a completion choice; ``text_offset`` counts characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class AssistantMessage(msgspec.Struct):
+    """The answer of a chat choice."""
+
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """One of ``n`` answers."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: str | int | None = None
+
+
+class ChatCompletion(msgspec.Struct):
+    """Answer of ``POST /v1/chat/completions``."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class Delta(msgspec.Struct):
+    """What a chunk adds to a chat choice."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """News of one chat choice."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct):
+    """One event of a chat stream."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class CompletionChoice(msgspec.Struct):
+    """One completion, or in a stream what was added to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+
+
+class Completion(msgspec.Struct):
+    """Answer of ``POST /v1/completions``, and each event of its stream."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+class ModelCard(msgspec.Struct):
+    """A served model."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    root: str
+    owned_by: str = "headrace"
+    object: Literal["model"] = "model"
+
+
+class ModelList(msgspec.Struct):
+    """Answer of ``GET /v1/models``."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class Health(msgspec.Struct):
+    """Answer of the health routes."""
+
+    status: Literal["ok", "loading", "draining", "failed"]
+
+
+class ErrorDetail(msgspec.Struct):
+    """OpenAI's error: ``param`` names the offending field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """Answer of every route that refuses or fails."""
+
+    error: ErrorDetail
+
+
+def error_body(error: HeadraceError) -> bytes:
+    """``error`` as OpenAI's JSON body."""
+    return encode(ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code)))
+
+
+def event(chunk: msgspec.Struct) -> bytes:
+    """``chunk`` as one server-sent event."""
+    return b"data: " + encode(chunk) + b"\n\n"
+
+
+def error_event(error: HeadraceError) -> bytes:
+    """``error`` as the event that ends a stream."""
+    return b"event: error\ndata: " + error_body(error) + b"\n\n"

@@ -1,0 +1,186 @@
+"""The OpenAI routes that generate: parse, tokenise, start, answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.engine.request import SamplingParams
+from headrace.errors import HeadraceError, InvalidRequestError
+from headrace.server import requests
+from headrace.server.chat import ChatAnswer
+from headrace.server.completions import CompletionAnswer
+from headrace.server.generation import Generation
+from headrace.server.http import EventStream, read_body, while_connected
+from headrace.server.params import chat_params, completion_params
+from headrace.server.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from headrace.server.responses import error_event
+from headrace.server.state import ServerState, unique_id
+
+if TYPE_CHECKING:
+    from headrace.frontend.frontend import Frontend
+
+_INLINE_BYTES = 4096  # a body up to this size is parsed and tokenised in well under a millisecond
+
+T = TypeVar("T")
+
+
+class Answer(Protocol):
+    """A route's way to write the outputs of a generation."""
+
+    async def whole(self, generation: Generation) -> bytes: ...
+
+    def events(self, generation: Generation) -> AsyncIterator[bytes]: ...
+
+
+class GenerationRoutes:
+    """Handlers of the generation routes over one server's state."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def chat(self, http: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        frontend = self._state.frontend
+        size, request = await self._parse(http, ChatCompletionRequest)
+        extra = dict(request.chat_template_kwargs or {})
+        for reserved in {"messages", "tools", "add_generation_prompt"} & extra.keys():
+            raise InvalidRequestError(
+                f"`chat_template_kwargs` must not set `{reserved}`", param="chat_template_kwargs"
+            )
+        messages = requests.message_dicts(request.messages)
+        opening = request.add_generation_prompt is not False
+
+        def tokenise() -> list[list[int]]:
+            return [frontend.encode_chat(messages, add_generation_prompt=opening, **extra)]
+
+        params = chat_params(request)
+        answer = ChatAnswer(
+            id=unique_id("chatcmpl"),
+            model=request.model or self._state.names[0],
+            fingerprint=frontend.client.capabilities.fingerprint,
+            tokenizer=frontend.tokenizer,
+            n=params.n,
+            wants_logprobs=bool(request.logprobs),
+            include_usage=_include_usage(request),
+        )
+        return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
+
+    async def completions(self, http: Request) -> Response:
+        """``POST /v1/completions``."""
+        frontend = self._state.frontend
+        size, request = await self._parse(http, CompletionRequest)
+        prompts = requests.prompts(request.prompt)
+        if len(prompts) > self._state.settings.max_prompts:
+            raise InvalidRequestError(
+                f"`prompt`: {len(prompts)} prompts given, at most {self._state.settings.max_prompts} "
+                "are possible in one request",
+                param="prompt",
+            )
+
+        def tokenise() -> list[list[int]]:
+            return [frontend.encode_prompt(prompt) for prompt in prompts]
+
+        params = completion_params(request)
+        echo: list[str] = []
+        if request.echo:
+            echo = [p if isinstance(p, str) else frontend.tokenizer.decode(p) for p in prompts]
+        answer = CompletionAnswer(
+            id=unique_id("cmpl"),
+            model=request.model or self._state.names[0],
+            fingerprint=frontend.client.capabilities.fingerprint,
+            tokenizer=frontend.tokenizer,
+            n=params.n,
+            prompts=len(prompts),
+            wants_logprobs=request.logprobs is not None,
+            include_usage=_include_usage(request),
+            echo=echo,
+        )
+        return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
+
+    async def _parse(self, http: Request, kind: type[requests.R]) -> tuple[int, requests.R]:
+        settings = self._state.settings
+        body = await read_body(http, settings.max_body_bytes, settings.read_timeout_s)
+        request = await _off_loop(lambda: requests.decode(kind, body), len(body))
+        self._state.check_model(request.model)
+        return len(body), request
+
+    async def _serve(
+        self,
+        http: Request,
+        frontend: Frontend,
+        request: GenerationRequest,
+        params: SamplingParams,
+        request_id: str,
+        tokenise: Callable[[], list[list[int]]],
+        size: int,
+        answer: Answer,
+    ) -> Response:
+        line: dict[str, Any] = http.scope["state"]["log"]
+        line.update(generation_id=request_id, stream=bool(request.stream))
+        generation = Generation(self._state, frontend, request_id, line)
+
+        async def work() -> Response:
+            prompts = await _off_loop(tokenise, size)
+            await generation.start(prompts, params, request.priority or 0)
+            if request.stream:
+                await generation.first()
+                events = _Events(self._state, generation, answer, line)
+                return EventStream(events, write_timeout_s=self._state.settings.write_timeout_s)
+            return Response(await answer.whole(generation), media_type="application/json")
+
+        streaming = False
+        try:
+            response = await while_connected(http.receive, work())
+            streaming = isinstance(response, EventStream)
+            return response
+        except HeadraceError as error:
+            line["error"] = error.code
+            self._state.note(error)
+            raise
+        finally:
+            if not streaming:  # an EventStream closes it when it ends
+                await generation.aclose()
+
+
+class _Events:
+    """The events of one stream: chunks and ``[DONE]``, or chunks and one error event."""
+
+    def __init__(
+        self, state: ServerState, generation: Generation, answer: Answer, line: dict[str, Any]
+    ) -> None:
+        self._state = state
+        self._generation = generation
+        self._answer = answer
+        self._line = line
+
+    async def __aiter__(self) -> AsyncGenerator[bytes]:
+        try:
+            async for data in self._answer.events(self._generation):
+                yield data
+            yield b"data: [DONE]\n\n"
+        except HeadraceError as error:
+            self._line["error"] = error.code
+            self._state.note(error)
+            yield error_event(error)
+        except Exception as error:
+            self._line["error"] = HeadraceError.code
+            self._state.log.error("unexpected error in a stream", exc_info=error, **self._line)
+            yield error_event(HeadraceError("something went wrong in the server; it is logged"))
+
+    async def aclose(self) -> None:
+        """Give the stream up: whatever still runs is aborted."""
+        await self._generation.aclose()
+
+
+async def _off_loop(work: Callable[[], T], size: int) -> T:
+    """``work()``, in a thread if ``size`` bytes of input may keep the event loop noticeably."""
+    return work() if size <= _INLINE_BYTES else await asyncio.to_thread(work)
+
+
+def _include_usage(request: GenerationRequest) -> bool:
+    return request.stream_options is not None and bool(request.stream_options.include_usage)

@@ -1,0 +1,139 @@
+"""Running a server: its socket, its signals, loading behind open doors, and draining."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from headrace.errors import HeadraceError
+from headrace.observe.logs import Forward
+from headrace.server.app import build_app
+from headrace.server.state import ServerState
+
+if TYPE_CHECKING:
+    from headrace.frontend.frontend import Frontend
+
+_LAST_WORDS_S = 2.0  # for aborted streams to send their error event and close
+
+
+def run(
+    state: ServerState,
+    sock: socket.socket,
+    loading: Future[Frontend],
+    *,
+    on_ready: Callable[[Frontend], None],
+    drain_timeout_s: float,
+) -> None:
+    """Serve on ``sock`` until SIGTERM or SIGINT, from now on: health answers while ``loading`` runs.
+
+    The first signal drains: no new requests, running ones get ``drain_timeout_s``. A second one exits at
+    once. Raises what loading raises.
+    """
+    forward = Forward(state.log)
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).handlers = [forward]
+        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).propagate = False
+    config = uvicorn.Config(
+        build_app(state),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(_LAST_WORDS_S),
+    )
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(_Life(state, config, loading, on_ready, drain_timeout_s).live(sock))
+
+
+def _warm_up(frontend: Frontend) -> None:
+    """Compile the chat template now: the first chat should not pay for it, nor readiness wait for it."""
+    with contextlib.suppress(HeadraceError):  # a base model has none
+        frontend.encode_chat([{"role": "user", "content": "Hello!"}])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which leaves the signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Life:
+    """One server process from its first connection to its last."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        config: uvicorn.Config,
+        loading: Future[Frontend],
+        on_ready: Callable[[Frontend], None],
+        drain_timeout_s: float,
+    ) -> None:
+        self._state = state
+        self._server = _Server(config)
+        self._loading = loading
+        self._on_ready = on_ready
+        self._drain_timeout_s = drain_timeout_s
+        self._stop = asyncio.Event()
+
+    async def live(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        serving = asyncio.create_task(self._server.serve(sockets=[sock]))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await self._load(stopping)
+            await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+            await self._drain()
+        finally:
+            stopping.cancel()
+            self._server.should_exit = True
+            await serving
+            if self._state.loaded is not None:
+                await asyncio.to_thread(self._state.loaded.client.close)
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            os._exit(128 + number)
+        self._state.drain()
+        self._stop.set()
+
+    async def _load(self, stopping: asyncio.Task[bool]) -> None:
+        began = time.monotonic()
+        loading = asyncio.wrap_future(self._loading)
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():  # told to stop first; the loader's daemon thread ends with the process
+            loading.cancel()
+            return
+        frontend = loading.result()
+        self._state.ready(frontend, time.monotonic() - began)
+        if not self._stop.is_set():
+            self._on_ready(frontend)
+            await asyncio.to_thread(_warm_up, frontend)
+
+    async def _drain(self) -> None:
+        in_flight = self._state.in_flight
+        self._state.log.info("draining", in_flight=in_flight, timeout_s=self._drain_timeout_s)
+        try:
+            await asyncio.wait_for(self._state.idle(), self._drain_timeout_s)
+        except TimeoutError:
+            self._state.log.warning("drain timeout: aborting requests", in_flight=self._state.in_flight)
+            if self._state.loaded is not None:
+                await asyncio.to_thread(self._state.loaded.client.close)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._state.idle(), _LAST_WORDS_S)
