@@ -24,7 +24,7 @@ from headrace.model.checkpoint import as_float32
 from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights.safetensors import SafetensorsCheckpoint
 from headrace.model.weights.safetensors_file import SafetensorsFile
-from headrace.model.weights.shapes import tensor_shapes
+from headrace.model.weights.tensor_shapes import expected_shapes
 from tests.model.tiny import CASES
 
 PROMPT = list(range(5, 45))
@@ -80,7 +80,7 @@ def test_tensors_equal_the_library_s(llama: tuple[Path, Any]) -> None:
 def test_names_are_the_architecture_s(name: str, tmp_path: Path) -> None:
     CASES[name](tmp_path)
     checkpoint = SafetensorsCheckpoint(tmp_path)
-    shapes = tensor_shapes(checkpoint.architecture)
+    shapes = expected_shapes(checkpoint.architecture)
     assert set(checkpoint.names()) == set(shapes)
     assert len(checkpoint.names()) == len(shapes)
     assert ("head.weight" in checkpoint.names()) == (not checkpoint.architecture.tied_head)

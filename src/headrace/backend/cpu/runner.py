@@ -65,7 +65,7 @@ class CpuRunner:
         flat = self._scratch[recording.logits_offset : logits_end].view(np.float32)
         self._logits = flat.reshape(settings.max_sequences, -1)[:, : arch.vocab_size]
 
-        assert _native.INSTRUCTION_BYTES == INSTRUCTION.itemsize
+        assert INSTRUCTION.itemsize == _native.INSTRUCTION_BYTES
         self._program: Any = _native.Program(
             recording.instructions.tobytes(),
             max_tokens=settings.max_batch_tokens,

@@ -21,7 +21,7 @@ from headrace.errors import EngineDeadError, InvalidRequestError, ModelFormatErr
 from headrace.model.architecture import Architecture
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.decoder import decode
-from headrace.model.weights.shapes import tensor_shapes
+from headrace.model.weights.tensor_shapes import expected_shapes
 
 
 class TorchRunner:
@@ -100,7 +100,7 @@ class TorchRunner:
 def _load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every tensor of the network, one at a time."""
     weights = {}
-    for name, shape in tensor_shapes(checkpoint.architecture).items():
+    for name, shape in expected_shapes(checkpoint.architecture).items():
         tensor = to_torch(checkpoint.tensor(name), dtype, device)
         if tuple(tensor.shape) != shape:
             raise ModelFormatError(
@@ -113,7 +113,7 @@ def _load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> d
 def _refuse_what_does_not_fit(
     architecture: Architecture, num_blocks: int, device: torch.device, dtype: torch.dtype
 ) -> None:
-    weights = sum(math.prod(shape) for shape in tensor_shapes(architecture).values())
+    weights = sum(math.prod(shape) for shape in expected_shapes(architecture).values())
     slot = sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in architecture.layers)
     weight_bytes = weights * dtype.itemsize
     kv_bytes = slot * num_blocks * BLOCK_SIZE * dtype.itemsize

@@ -16,7 +16,7 @@ from headrace.model.weights.hf_config import architecture_from_hf
 from headrace.model.weights.load_quantization import Quantization, narrow
 from headrace.model.weights.pickles import PICKLE_SUFFIXES, pickle_refusal
 from headrace.model.weights.safetensors_file import READABLE, Entry, SafetensorsFile
-from headrace.model.weights.shapes import tensor_shapes
+from headrace.model.weights.tensor_shapes import expected_shapes
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100_000_000
@@ -103,7 +103,7 @@ def _match(
         raise ModelFormatError("The checkpoint has no tensor 'model.embed_tokens.weight'.")
     post_norms = any(layer.post_norms for layer in architecture.layers)
     canonical: dict[str, str] = {}
-    for name, shape in tensor_shapes(architecture).items():
+    for name, shape in expected_shapes(architecture).items():
         if name == "head.weight":
             hf_name = next((head for head in _HEADS if head in tensors), _HEADS[0])
         else:
