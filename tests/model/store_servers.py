@@ -51,6 +51,7 @@ class IndexServer:
     lengths: bool = True  # False: the end of a file is the end of the connection
     cut_after: int | None = None  # close the connection after so many bytes of every answer
     delay_s: float = 0.0  # per 16 KiB
+    unavailable: int = 0  # how many more requests get 503
     password: str | None = None  # "user:password" asked for on every page and file
     seen: list[Seen] = field(default_factory=list)
 
@@ -119,6 +120,9 @@ class _IndexHandler(_Handler):
         path = unquote(urlsplit(self.path).path)
         authorization = self.headers.get("Authorization")
         state.seen.append(Seen(path, self.headers.get("Range"), authorization))
+        if state.unavailable:
+            state.unavailable -= 1
+            return self.answer(503, "text/plain", b"not now")
         if state.password is not None:
             import base64
 

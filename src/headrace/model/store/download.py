@@ -6,14 +6,13 @@ import errno
 import hashlib
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from headrace.errors import DownloadError
-from headrace.model.store.http import TRANSIENT, Client, is_final, redacted
+from headrace.model.store.http import TRANSIENT, TRIES, Client, is_final, pause, redacted
 from headrace.model.store.index import Link
 from headrace.model.store.progress import Progress
 
@@ -22,8 +21,6 @@ class DiskFullError(DownloadError):
     """The disk has no room; what was fetched is kept."""
 
 
-TRIES = 5
-RETRY_DELAY_S = 0.5
 CHUNK = 2**20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -53,7 +50,7 @@ def fetch(link: Link, target: Path, client: Client, progress: Progress | None = 
                     f"Could not fetch {redacted(link.url)}: {code}{reason}. Pulling again goes on after the "
                     f"{_size(part)} bytes that are here."
                 ) from error
-            time.sleep(RETRY_DELAY_S * 2 ** (failures - 1))
+            pause(failures)
     _verify(link, part)
     part.replace(target)
     return target

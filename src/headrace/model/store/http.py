@@ -6,6 +6,7 @@ import base64
 import http.client
 import netrc
 import ssl
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,6 +19,15 @@ from headrace.errors import ConfigError, DownloadError
 
 TRANSIENT = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, ConnectionError, TimeoutError)
 """What a second try may cure. (HTTPError is a URLError: see :func:`is_final`.)"""
+
+
+TRIES = 5
+RETRY_DELAY_S = 0.5
+
+
+def pause(failures: int) -> None:
+    """Wait before the next try: RETRY_DELAY_S, then twice as long each time."""
+    time.sleep(RETRY_DELAY_S * 2 ** (failures - 1))
 
 
 def is_final(error: Exception) -> bool:

