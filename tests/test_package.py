@@ -50,6 +50,7 @@ def test_the_installed_package_is_whole_and_holds_nothing_else() -> None:
     assert tops == {"headrace", f"headrace-{headrace.__version__}.dist-info"}
 
 
+@pytest.mark.native
 def test_every_isa_path_is_in_the_one_native_module() -> None:
     installed()
     from headrace.backend.cpu import _native
