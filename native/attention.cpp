@@ -1,10 +1,10 @@
-// Causal grouped-query attention over paged KV, with an online softmax (Milakov & Gimelshein, arXiv 1805.02867;
-// FlashAttention, arXiv 2205.14135).
+// Causal grouped-query attention over paged KV, with an online softmax (Milakov & Gimelshein, arXiv
+// 1805.02867; FlashAttention, arXiv 2205.14135).
 //
-// A KV block holds 16 slots and K is stored transposed, so sixteen scores are the sixteen lanes of one accumulator and
-// nothing is summed across lanes but the softmax denominator. Contexts are cut at absolute positions (tiles of 128,
-// partitions of 512 that start afresh and are merged in order), so a row's bits depend neither on the rows computed
-// beside it nor on the way the prompt was chunked.
+// A KV block holds 16 slots and K is stored transposed, so sixteen scores are the sixteen lanes of one
+// accumulator and nothing is summed across lanes but the softmax denominator. Contexts are cut at absolute
+// positions (tiles of 128, partitions of 512 that start afresh and are merged in order), so a row's bits
+// depend neither on the rows computed beside it nor on the way the prompt was chunked.
 #include "kernels.h"
 #include "simd.h"
 
@@ -24,8 +24,8 @@ struct State {  // of each query vector: running maximum, denominator, weighted 
 };
 
 template <int NQ, int NB>
-HR_INLINE void score_blocks(const float* const* q, const uint16_t* const* keys, int head_dim, float (*scores)[kTile],
-                            int first_block) {
+HR_INLINE void score_blocks(const float* const* q, const uint16_t* const* keys, int head_dim,
+                            float (*scores)[kTile], int first_block) {
   Vec acc[NQ][NB];
   for (int i = 0; i < NQ; ++i)
     for (int b = 0; b < NB; ++b) acc[i][b] = zero();
@@ -42,8 +42,8 @@ HR_INLINE void score_blocks(const float* const* q, const uint16_t* const* keys, 
 }
 
 template <int NQ, int DC>
-HR_INLINE void weigh_values(float* const* acc, const float (*p)[kTile], const uint16_t* const* values, int head_dim, int d,
-                            int begin, int end) {
+HR_INLINE void weigh_values(float* const* acc, const float (*p)[kTile], const uint16_t* const* values,
+                            int head_dim, int d, int begin, int end) {
   Vec a[NQ][DC];
   for (int i = 0; i < NQ; ++i)
     for (int c = 0; c < DC; ++c) a[i][c] = load(acc[i] + d + 16 * c);
@@ -60,7 +60,8 @@ HR_INLINE void weigh_values(float* const* acc, const float (*p)[kTile], const ui
     for (int c = 0; c < DC; ++c) store(acc[i] + d + 16 * c, a[i][c]);
 }
 
-// Turns one vector's scores into weights in place and folds them into its state. [begin, end) is what it may see.
+// Turns one vector's scores into weights in place and folds them into its state. [begin, end) is what it may
+// see.
 HR_INLINE void soften(float* scores, int begin, int end, float softcap, State s, int vector, int padded) {
   if (begin >= end) {
     for (int b = 0; b < kTileBlocks; ++b) store(scores + 16 * b, zero());
@@ -100,9 +101,9 @@ HR_INLINE void soften(float* scores, int begin, int end, float softcap, State s,
 }
 
 template <int NQ>
-HR_INLINE void attend_tile(const float* const* q, const uint16_t* const* keys, const uint16_t* const* values, int blocks,
-                           const int* begin, const int* end, float softcap, State s, int first_vector, int head_dim,
-                           int padded) {
+HR_INLINE void attend_tile(const float* const* q, const uint16_t* const* keys, const uint16_t* const* values,
+                           int blocks, const int* begin, const int* end, float softcap, State s,
+                           int first_vector, int head_dim, int padded) {
   alignas(64) float scores[NQ][kTile];
   int b = 0;
   for (; b + 4 <= blocks; b += 4) score_blocks<NQ, 4>(q, keys, head_dim, scores, b);
@@ -166,7 +167,8 @@ void attention(const AttentionArgs& a) {
   int lowest = a.positions[a.row_begin], highest = 0;
   for (int v = 0; v < vectors; ++v) {
     const int row = a.row_begin + v / group;
-    q[v] = a.q + static_cast<size_t>(row) * a.q_stride + static_cast<size_t>(a.kv_head * group + v % group) * a.head_dim;
+    q[v] = a.q + static_cast<size_t>(row) * a.q_stride +
+           static_cast<size_t>(a.kv_head * group + v % group) * a.head_dim;
     last[v] = a.positions[row];
     first[v] = a.window > 0 && last[v] >= a.window ? last[v] - a.window + 1 : 0;
     lowest = first[v] < lowest ? first[v] : lowest;
@@ -219,8 +221,8 @@ void attention(const AttentionArgs& a) {
   }
   for (int v = 0; v < vectors; ++v) {
     const int row = a.row_begin + v / group;
-    float* out =
-        a.output + static_cast<size_t>(row) * a.output_stride + static_cast<size_t>(a.kv_head * group + v % group) * a.head_dim;
+    float* out = a.output + static_cast<size_t>(row) * a.output_stride +
+                 static_cast<size_t>(a.kv_head * group + v % group) * a.head_dim;
     const float* acc = whole.acc + static_cast<size_t>(v) * padded;
     for (int d = 0; d < a.head_dim; ++d) out[d] = acc[d] / whole.total[v];
   }

@@ -31,7 +31,8 @@ WeightFormat make_format(int kind, int scale_bytes, bool has_minimum, int group,
 
 void quantise(const std::string& isa, Matrix<float> x, OutMatrix<uint8_t> out) {
   const int rows = static_cast<int>(x.shape(0)), k = static_cast<int>(x.shape(1));
-  expect(out.shape(0) == x.shape(0) && out.shape(1) == QuantRow::bytes(padded(k)), "quantise: wrong output shape");
+  expect(out.shape(0) == x.shape(0) && out.shape(1) == QuantRow::bytes(padded(k)),
+         "quantise: wrong output shape");
   kernels_for(isa).quantise(x.data(), static_cast<size_t>(k), out.data(), k, 0, rows);
 }
 
@@ -49,8 +50,9 @@ void matmul(const std::string& isa, WeightFormat format, Vector<uint8_t> weights
   a.k = format.dense() ? k : padded(k);
   a.add = accumulate;
   const int tiles = (a.n + 15) / 16;
-  const size_t bytes = format.dense() ? static_cast<size_t>(tiles) * 16 * k * (format.kind == WeightFormat::kF32 ? 4 : 2)
-                                      : static_cast<size_t>(tiles) * (a.k / 32) * format.tile_bytes();
+  const size_t bytes = format.dense()
+                           ? static_cast<size_t>(tiles) * 16 * k * (format.kind == WeightFormat::kF32 ? 4 : 2)
+                           : static_cast<size_t>(tiles) * (a.k / 32) * format.tile_bytes();
   const size_t row_bytes = format.dense() ? static_cast<size_t>(k) * 4 : QuantRow::bytes(a.k);
   expect(weights.shape(0) >= bytes, "matmul: too few weight bytes");
   expect(input.shape(0) == out.shape(0) && input.shape(1) == row_bytes, "matmul: wrong input shape");
@@ -58,8 +60,10 @@ void matmul(const std::string& isa, WeightFormat format, Vector<uint8_t> weights
   kernels_for(isa).matmul(a, 0, tiles, 0, static_cast<int>(out.shape(0)));
 }
 
-void norm(const std::string& isa, Matrix<float> x, Vector<float> weight, float eps, bool layer, OutMatrix<float> out) {
-  expect(x.shape(0) == out.shape(0) && x.shape(1) == out.shape(1) && weight.shape(0) == x.shape(1), "norm: shapes differ");
+void norm(const std::string& isa, Matrix<float> x, Vector<float> weight, float eps, bool layer,
+          OutMatrix<float> out) {
+  expect(x.shape(0) == out.shape(0) && x.shape(1) == out.shape(1) && weight.shape(0) == x.shape(1),
+         "norm: shapes differ");
   NormArgs a{};
   a.input = x.data();
   a.input_stride = x.shape(1);
@@ -75,18 +79,19 @@ void norm(const std::string& isa, Matrix<float> x, Vector<float> weight, float e
 void glu(const std::string& isa, Matrix<float> gate_up, int activation, OutMatrix<float> out) {
   expect(gate_up.shape(0) == out.shape(0) && gate_up.shape(1) == 2 * out.shape(1), "glu: shapes differ");
   const int width = static_cast<int>(out.shape(1));
-  kernels_for(isa).glu(gate_up.data(), gate_up.shape(1), width, activation, out.data(), out.shape(1), nullptr, width, 0,
-                       static_cast<int>(out.shape(0)));
+  kernels_for(isa).glu(gate_up.data(), gate_up.shape(1), width, activation, out.data(), out.shape(1), nullptr,
+                       width, 0, static_cast<int>(out.shape(0)));
 }
 
-void embed(const std::string& isa, WeightFormat format, Vector<uint8_t> weights, Vector<int32_t> ids, int vocab, float scale,
-           OutMatrix<float> out) {
+void embed(const std::string& isa, WeightFormat format, Vector<uint8_t> weights, Vector<int32_t> ids,
+           int vocab, float scale, OutMatrix<float> out) {
   const int k = static_cast<int>(out.shape(1));
   const size_t tiles = static_cast<size_t>(vocab + 15) / 16;
   const size_t bytes = format.dense() ? tiles * 16 * k * (format.kind == WeightFormat::kF32 ? 4 : 2)
                                       : tiles * (padded(k) / 32) * format.tile_bytes();
   expect(weights.shape(0) >= bytes && ids.shape(0) == out.shape(0), "embed: shapes differ");
-  for (size_t i = 0; i < ids.shape(0); ++i) expect(ids.data()[i] >= 0 && ids.data()[i] < vocab, "embed: id out of range");
+  for (size_t i = 0; i < ids.shape(0); ++i)
+    expect(ids.data()[i] >= 0 && ids.data()[i] < vocab, "embed: id out of range");
   kernels_for(isa).embed(format, weights.data(), k, padded(k), ids.data(), scale, out.data(), out.shape(1), 0,
                          static_cast<int>(out.shape(0)));
 }
@@ -96,10 +101,12 @@ void softcap(const std::string& isa, OutMatrix<float> x, float cap) {
 }
 
 // Writes k and v of one projected row [q | k | v] per token into the pool and rotates q in place.
-void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads, Matrix<float> angles, float scale,
-          nb::ndarray<uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> kv, Vector<int32_t> slots) {
+void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads, Matrix<float> angles,
+          float scale, nb::ndarray<uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> kv,
+          Vector<int32_t> slots) {
   const int head_dim = static_cast<int>(qkv.shape(1)) / (heads + 2 * kv_heads);
-  expect(static_cast<size_t>(head_dim) * (heads + 2 * kv_heads) == qkv.shape(1), "rope: width is not whole heads");
+  expect(static_cast<size_t>(head_dim) * (heads + 2 * kv_heads) == qkv.shape(1),
+         "rope: width is not whole heads");
   expect(angles.shape(0) == qkv.shape(0) && slots.shape(0) == qkv.shape(0), "rope: shapes differ");
   expect(angles.shape(1) % 2 == 0 && static_cast<int>(angles.shape(1)) <= head_dim, "rope: too many angles");
   RopeArgs a{};
@@ -117,20 +124,25 @@ void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads,
   a.block_stride = static_cast<size_t>(32) * kv_heads * head_dim;
   a.slots = slots.data();
   for (size_t i = 0; i < slots.shape(0); ++i)
-    expect(slots.data()[i] >= 0 && (static_cast<size_t>(slots.data()[i]) / 16 + 1) * a.block_stride <= kv.shape(0),
+    expect(slots.data()[i] >= 0 &&
+               (static_cast<size_t>(slots.data()[i]) / 16 + 1) * a.block_stride <= kv.shape(0),
            "rope: slot outside of the pool");
   kernels_for(isa).rope(a, 0, static_cast<int>(qkv.shape(0)));
 }
 
-void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads, Vector<uint16_t> kv, Vector<int32_t> table,
-               Vector<int32_t> positions, int window, float cap, OutMatrix<float> out) {
+void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads, Vector<uint16_t> kv,
+               Vector<int32_t> table, Vector<int32_t> positions, int window, float cap,
+               OutMatrix<float> out) {
   const int head_dim = static_cast<int>(q.shape(1)) / heads;
   const size_t block = static_cast<size_t>(32) * kv_heads * head_dim;
-  expect(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1) && positions.shape(0) == q.shape(0), "attention: shapes");
+  expect(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1) && positions.shape(0) == q.shape(0),
+         "attention: shapes");
   for (size_t i = 0; i < table.shape(0); ++i)
-    expect(table.data()[i] >= 0 && (static_cast<size_t>(table.data()[i]) + 1) * block + 32 <= kv.shape(0), "attention: block");
+    expect(table.data()[i] >= 0 && (static_cast<size_t>(table.data()[i]) + 1) * block + 32 <= kv.shape(0),
+           "attention: block");
   for (size_t i = 0; i < positions.shape(0); ++i)
-    expect(positions.data()[i] >= 0 && static_cast<size_t>(positions.data()[i]) / 16 < table.shape(0), "attention: position");
+    expect(positions.data()[i] >= 0 && static_cast<size_t>(positions.data()[i]) / 16 < table.shape(0),
+           "attention: position");
   std::vector<float> scratch(attention_scratch_floats((head_dim + 15) / 16 * 16));
   AttentionArgs a{};
   a.q = q.data();

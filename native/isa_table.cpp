@@ -20,16 +20,9 @@ void sample_row(float*, int32_t, const SamplingRow&, void*, SampledRow*);
 }  // namespace HR_ISA
 
 const Kernels& HR_JOIN(HR_ISA, _kernels)() {
-  static const Kernels table{HR_STRINGIFY(HR_ISA),
-                             HR_ISA::matmul,
-                             HR_ISA::norm,
-                             HR_ISA::quantise,
-                             HR_ISA::glu,
-                             HR_ISA::rope,
-                             HR_ISA::attention,
-                             HR_ISA::embed,
-                             HR_ISA::softcap,
-                             HR_ISA::sample_row};
+  static const Kernels table{HR_STRINGIFY(HR_ISA), HR_ISA::matmul,    HR_ISA::norm,      HR_ISA::quantise,
+                             HR_ISA::glu,          HR_ISA::rope,      HR_ISA::attention, HR_ISA::embed,
+                             HR_ISA::softcap,      HR_ISA::sample_row};
   return table;
 }
 

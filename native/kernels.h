@@ -1,4 +1,5 @@
-// The kernel table: one per ISA path, chosen at run time. Argument structs are plain views; nothing here owns memory.
+// The kernel table: one per ISA path, chosen at run time. Argument structs are plain views; nothing here owns
+// memory.
 #pragma once
 
 #include <cstddef>
@@ -9,10 +10,10 @@
 namespace headrace {
 
 // Packed weight formats. Codes lie in tiles of 16 output rows x 32 inputs; a tile is followed by its scales.
-//   u4:   4 x 64 bytes; register j, lane n, byte b holds code[n][4j+b] (low nibble) and code[n][16+4j+b] (high)
-//   u8:   8 x 64 bytes; register j, lane n, byte b holds code[n][4j+b]
-//   then 16 scales per 32 (or per 16: two rows) inputs, then as many minimums when the format has them.
-//   bf16, f32: [k][16] per 16 output rows, no scales.
+//   u4:   4 x 64 bytes; register j, lane n, byte b holds code[n][4j+b] (low nibble) and code[n][16+4j+b]
+//   (high) u8:   8 x 64 bytes; register j, lane n, byte b holds code[n][4j+b] then 16 scales per 32 (or per
+//   16: two rows) inputs, then as many minimums when the format has them. bf16, f32: [k][16] per 16 output
+//   rows, no scales.
 struct WeightFormat {
   enum Kind : int32_t { kU4 = 0, kU8 = 1, kBf16 = 2, kF32 = 3 };
   int32_t kind;
@@ -31,12 +32,12 @@ struct WeightFormat {
   }
 };
 
-// Quantised activations, one row: int8 q[K], int8 fine[K], float scale[K/32], float scaled_sum[K/32], int32 sum[K/16],
-// uint8 wide[K/32]. K is padded to a multiple of 32 with zeros.
+// Quantised activations, one row: int8 q[K], int8 fine[K], float scale[K/32], float scaled_sum[K/32], int32
+// sum[K/16], uint8 wide[K/32]. K is padded to a multiple of 32 with zeros.
 //
-// A group's value is scale * q. The few groups whose step would dominate the row's rounding error (outlier channels) are
-// wide: scale * (kWide * q + fine), sixteen bits in two bytes; `fine` is written and read only there. Sums are those of
-// the whole integer.
+// A group's value is scale * q. The few groups whose step would dominate the row's rounding error (outlier
+// channels) are wide: scale * (kWide * q + fine), sixteen bits in two bytes; `fine` is written and read only
+// there. Sums are those of the whole integer.
 struct QuantRow {
   static constexpr int kWide = 254;
   static size_t fine_offset(int k) { return static_cast<size_t>(k); }
@@ -118,12 +119,12 @@ struct Kernels {
   void (*norm)(const NormArgs&, int row_begin, int row_end);
   void (*quantise)(const float* input, size_t stride, uint8_t* output, int width, int row_begin, int row_end);
   // activation(gate) * up over [rows, width]; gate at input, up at input + up_offset
-  void (*glu)(const float* input, size_t stride, int up_offset, int activation, float* output, size_t output_stride,
-              uint8_t* quantised, int width, int row_begin, int row_end);
+  void (*glu)(const float* input, size_t stride, int up_offset, int activation, float* output,
+              size_t output_stride, uint8_t* quantised, int width, int row_begin, int row_end);
   void (*rope)(const RopeArgs&, int row_begin, int row_end);
   void (*attention)(const AttentionArgs&);
-  void (*embed)(const WeightFormat&, const uint8_t* weights, int k, int padded_k, const int32_t* ids, float scale,
-                float* output, size_t stride, int row_begin, int row_end);
+  void (*embed)(const WeightFormat&, const uint8_t* weights, int k, int padded_k, const int32_t* ids,
+                float scale, float* output, size_t stride, int row_begin, int row_end);
   void (*softcap)(float* x, size_t count, float cap);
   void (*sample_row)(float* logits, int32_t vocab, const SamplingRow& row, void* workspace, SampledRow* out);
 };

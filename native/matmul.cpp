@@ -1,7 +1,7 @@
 // output[r, n] (+)= sum_k input[r, k] * w[n, k] (+ bias[n]).
 //
-// Every output element is one lane of one accumulator, summed over K in ascending groups, so its bits do not depend
-// on how many rows are computed together, on the tiling, or on who computes it.
+// Every output element is one lane of one accumulator, summed over K in ascending groups, so its bits do not
+// depend on how many rows are computed together, on the tiling, or on who computes it.
 #include "kernels.h"
 #include "simd.h"
 
@@ -85,7 +85,8 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
         if (x[r][wide_at + g]) {
           dot = times_254(dot);
           for (int j = part * kRegisters; j < (part + 1) * kRegisters; ++j)
-            dot = Bits == 4 ? dot_u4(dot, codes[j], q + fine_at + 4 * j) : dot_u8(dot, codes[j], q + fine_at + 4 * j);
+            dot = Bits == 4 ? dot_u4(dot, codes[j], q + fine_at + 4 * j)
+                            : dot_u8(dot, codes[j], q + fine_at + 4 * j);
         }
         if constexpr (!Min) dot = add(dot, iset1(-zero_point * sum));
         acc[r] = fma(mul(to_float(dot), scale), set1(scales[g]), acc[r]);
@@ -110,7 +111,8 @@ template <int Bits, bool F32, bool Min, int Group>
 void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     int row = row_begin;
-    for (; row + kMaxRows <= row_end; row += kMaxRows) quant_rows<Bits, F32, Min, Group, kMaxRows>(a, tile, row);
+    for (; row + kMaxRows <= row_end; row += kMaxRows)
+      quant_rows<Bits, F32, Min, Group, kMaxRows>(a, tile, row);
     if constexpr (kMaxRows > 4)
       for (; row + 4 <= row_end; row += 4) quant_rows<Bits, F32, Min, Group, 4>(a, tile, row);
     for (; row + 2 <= row_end; row += 2) quant_rows<Bits, F32, Min, Group, 2>(a, tile, row);
@@ -134,7 +136,8 @@ HR_INLINE void dense_rows(const MatmulArgs& a, int tile, int row) {
     Vec weights[NT];
     for (int t = 0; t < NT; ++t) {
       const uint8_t* p = w + t * tile_stride;
-      weights[t] = F32 ? load(reinterpret_cast<const float*>(p)) : load_bf16(reinterpret_cast<const uint16_t*>(p));
+      weights[t] =
+          F32 ? load(reinterpret_cast<const float*>(p)) : load_bf16(reinterpret_cast<const uint16_t*>(p));
     }
     for (int r = 0; r < MR; ++r) {
       const Vec xs = set1(x[r][k]);
@@ -163,10 +166,12 @@ void dense_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_beg
 
 void matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   using Function = void (*)(const MatmulArgs&, int, int, int, int);
-  static const Function four_bits[2][2] = {  // [f32][min]
+  static const Function four_bits[2][2] = {
+      // [f32][min]
       {quant_matmul<4, false, false, 32>, quant_matmul<4, false, true, 32>},
       {quant_matmul<4, true, false, 32>, quant_matmul<4, true, true, 32>}};
-  static const Function eight_bits[2][2][2] = {  // [f32][min][group 16]
+  static const Function eight_bits[2][2][2] = {
+      // [f32][min][group 16]
       {{quant_matmul<8, false, false, 32>, quant_matmul<8, false, false, 16>},
        {quant_matmul<8, false, true, 32>, quant_matmul<8, false, true, 16>}},
       {{quant_matmul<8, true, false, 32>, quant_matmul<8, true, false, 16>},
@@ -181,8 +186,8 @@ void matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, in
 }
 
 // Rows of the embedding table, dequantised from its packed tiles (a tied head shares them).
-void embed(const WeightFormat& f, const uint8_t* weights, int k, int padded_k, const int32_t* ids, float scale,
-           float* output, size_t stride, int row_begin, int row_end) {
+void embed(const WeightFormat& f, const uint8_t* weights, int k, int padded_k, const int32_t* ids,
+           float scale, float* output, size_t stride, int row_begin, int row_end) {
   for (int row = row_begin; row < row_end; ++row) {
     const int id = ids[row];
     const int lane = id % 16;

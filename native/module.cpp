@@ -41,8 +41,9 @@ auto rows(const A& array, size_t count, const char* what) {
 // Owns the arrays behind the bases, so that they outlive every step.
 class BoundProgram {
  public:
-  BoundProgram(nb::bytes instructions, int max_tokens, int max_sequences, int max_logit_rows, int max_positions, int vocab,
-               std::vector<int64_t> block_bytes, const std::string& isa, int threads)
+  BoundProgram(nb::bytes instructions, int max_tokens, int max_sequences, int max_logit_rows,
+               int max_positions, int vocab, std::vector<int64_t> block_bytes, const std::string& isa,
+               int threads)
       : program_(unpack(instructions),
                  Limits{max_tokens, max_sequences, max_logit_rows, max_positions, vocab,
                         static_cast<int32_t>(block_bytes.size()), block_bytes},
@@ -60,9 +61,10 @@ class BoundProgram {
     bases_ = std::move(bases);
   }
 
-  void run(Array<int32_t> token_ids, Array<int32_t> positions, Array<int32_t> query_start, Array<int32_t> context_len,
-           std::vector<Array<int32_t>> slot_mapping, std::vector<Table<int32_t>> block_tables, Array<int32_t> logit_rows,
-           nb::object sampling, Out<int32_t> out_ids, Out<float> out_logprobs, OutTable<int32_t> out_top_ids,
+  void run(Array<int32_t> token_ids, Array<int32_t> positions, Array<int32_t> query_start,
+           Array<int32_t> context_len, std::vector<Array<int32_t>> slot_mapping,
+           std::vector<Table<int32_t>> block_tables, Array<int32_t> logit_rows, nb::object sampling,
+           Out<int32_t> out_ids, Out<float> out_logprobs, OutTable<int32_t> out_top_ids,
            OutTable<float> out_top_logprobs, Out<uint8_t> out_failed) {
     BatchView b{};
     const size_t n = token_ids.shape(0), m = logit_rows.shape(0);
@@ -75,23 +77,30 @@ class BoundProgram {
     b.positions = rows(positions, n, "positions");
     b.query_start = query_start.data();
     for (size_t i = 0; i < r; ++i)
-      expect(query_start.data()[i] >= 0 && query_start.data()[i] <= query_start.data()[i + 1], "query_start's steps");
+      expect(query_start.data()[i] >= 0 && query_start.data()[i] <= query_start.data()[i + 1],
+             "query_start's steps");
     b.context_len = rows(context_len, r, "context_len");
     b.logit_row_ids = logit_rows.data();
-    expect(slot_mapping.size() + kKv == bases_.size() && block_tables.size() == slot_mapping.size(), "KV groups");
+    expect(slot_mapping.size() + kKv == bases_.size() && block_tables.size() == slot_mapping.size(),
+           "KV groups");
     for (size_t g = 0; g < slot_mapping.size(); ++g) {
       b.slot_mapping.push_back(rows(slot_mapping[g], n, "slot_mapping"));
       b.block_tables.push_back(rows(block_tables[g], r, "block_tables"));
       b.table_widths.push_back(static_cast<int32_t>(block_tables[g].shape(1)));
     }
     b.sampling = sampling_arrays(sampling, m, vocab());
-    expect(out_ids.shape(0) == m && out_logprobs.shape(0) == m && out_failed.shape(0) == m && out_top_ids.shape(0) == m &&
-               out_top_logprobs.shape(0) == m && out_top_ids.shape(1) == out_top_logprobs.shape(1),
+    expect(out_ids.shape(0) == m && out_logprobs.shape(0) == m && out_failed.shape(0) == m &&
+               out_top_ids.shape(0) == m && out_top_logprobs.shape(0) == m &&
+               out_top_ids.shape(1) == out_top_logprobs.shape(1),
            "results");
-    ResultView result{out_ids.data(),           out_logprobs.data(),
-                      out_top_ids.data(),       out_top_logprobs.data(),
-                      static_cast<int32_t>(out_top_ids.shape(1)), out_failed.data()};
-    for (size_t i = 0; i < m; ++i) expect(b.sampling.num_logprobs[i] <= result.top_width, "top_ids (num_logprobs is larger)");
+    ResultView result{out_ids.data(),
+                      out_logprobs.data(),
+                      out_top_ids.data(),
+                      out_top_logprobs.data(),
+                      static_cast<int32_t>(out_top_ids.shape(1)),
+                      out_failed.data()};
+    for (size_t i = 0; i < m; ++i)
+      expect(b.sampling.num_logprobs[i] <= result.top_width, "top_ids (num_logprobs is larger)");
     nb::gil_scoped_release release;
     program_.run(b, result);
   }
@@ -103,7 +112,8 @@ class BoundProgram {
 
  private:
   static std::vector<Instruction> unpack(const nb::bytes& raw) {
-    if (raw.size() % sizeof(Instruction) != 0) throw std::invalid_argument("instructions: not a whole number of them");
+    if (raw.size() % sizeof(Instruction) != 0)
+      throw std::invalid_argument("instructions: not a whole number of them");
     std::vector<Instruction> out(raw.size() / sizeof(Instruction));
     std::memcpy(out.data(), raw.c_str(), raw.size());
     return out;
@@ -123,11 +133,14 @@ NB_MODULE(_native, m) {
   m.doc() = "Native kernels and the program interpreter of the cpu backend.";
   m.attr("INSTRUCTION_BYTES") = sizeof(Instruction);
   m.def("supported_isas", &supported_isas, "Kernel paths that this CPU can run, best first.");
-  m.def("quant_row_bytes", [](int k) { return QuantRow::bytes(k); }, nb::arg("k"), "Bytes of one quantised row of k inputs.");
+  m.def(
+      "quant_row_bytes", [](int k) { return QuantRow::bytes(k); }, nb::arg("k"),
+      "Bytes of one quantised row of k inputs.");
   nb::class_<BoundProgram>(m, "Program", "A recorded step; see native/program.h.")
       .def(nb::init<nb::bytes, int, int, int, int, int, std::vector<int64_t>, const std::string&, int>(),
-           nb::arg("instructions"), nb::kw_only(), nb::arg("max_tokens"), nb::arg("max_sequences"), nb::arg("max_logit_rows"),
-           nb::arg("max_positions"), nb::arg("vocab"), nb::arg("block_bytes"), nb::arg("isa"), nb::arg("threads"))
+           nb::arg("instructions"), nb::kw_only(), nb::arg("max_tokens"), nb::arg("max_sequences"),
+           nb::arg("max_logit_rows"), nb::arg("max_positions"), nb::arg("vocab"), nb::arg("block_bytes"),
+           nb::arg("isa"), nb::arg("threads"))
       .def("bind", &BoundProgram::bind, nb::arg("bases"))
       .def("run", &BoundProgram::run)
       .def("set_profiling", &BoundProgram::set_profiling, nb::arg("on"))

@@ -2,7 +2,8 @@
 
 namespace headrace {
 namespace {
-// About 100 microseconds: long enough to bridge the gap between two decode steps, short enough to cost nothing idle.
+// About 100 microseconds: long enough to bridge the gap between two decode steps, short enough to cost
+// nothing idle.
 constexpr int kIdleSpins = 3000;
 }  // namespace
 
@@ -55,7 +56,8 @@ void Pool::run(const std::function<void(int)>& work) {
 void Pool::serve(int index) {
   unsigned seen = 0;
   for (;;) {
-    for (int spins = 0; spins < kIdleSpins && epoch_.load(std::memory_order_acquire) == seen; ++spins) cpu_relax();
+    for (int spins = 0; spins < kIdleSpins && epoch_.load(std::memory_order_acquire) == seen; ++spins)
+      cpu_relax();
     if (epoch_.load(std::memory_order_acquire) == seen) {
       std::unique_lock<std::mutex> lock(mutex_);
       ++sleeping_;

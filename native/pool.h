@@ -45,7 +45,8 @@ class Barrier {
   alignas(64) std::atomic<int> phase_{0};
 };
 
-// A fixed team: run(f) calls f(0) on the caller and f(1) … f(n - 1) on the workers, and returns when all are done.
+// A fixed team: run(f) calls f(0) on the caller and f(1) … f(n - 1) on the workers, and returns when all are
+// done.
 class Pool {
  public:
   explicit Pool(int threads);

@@ -21,7 +21,8 @@ int64_t matmul_bytes(const WeightFormat& f, int64_t n, int64_t k) {
 void check_format(const WeightFormat& f) {
   if (f.kind < WeightFormat::kU4 || f.kind > WeightFormat::kF32) reject("unknown weight format");
   if (f.dense()) return;
-  if ((f.scale_bytes != 2 && f.scale_bytes != 4) || (f.group != 16 && f.group != 32)) reject("malformed weight format");
+  if ((f.scale_bytes != 2 && f.scale_bytes != 4) || (f.group != 16 && f.group != 32))
+    reject("malformed weight format");
   if (f.kind == WeightFormat::kU4 && f.group != 32) reject("4-bit codes come in groups of 32");
   if (f.zero_point < 0 || f.zero_point > 255) reject("zero point outside of 0..255");
 }
@@ -38,19 +39,24 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
   int largest_head = 16;
   for (const Instruction& in : instructions_) {
     if (in.op < 0 || in.op >= kOpCount) reject("unknown instruction");
-    if (in.kv_group < 0 || in.kv_group >= limits_.kv_groups) reject("instruction names a KV group that is not there");
+    if (in.kv_group < 0 || in.kv_group >= limits_.kv_groups)
+      reject("instruction names a KV group that is not there");
     if (in.op == kMatmul || in.op == kEmbed) check_format(in.format);
-    if (in.op == kMatmul && !in.format.dense() && in.i1 % 32 != 0) reject("quantised inputs must be padded to 32");
+    if (in.op == kMatmul && !in.format.dense() && in.i1 % 32 != 0)
+      reject("quantised inputs must be padded to 32");
     if (in.op == kAttention || in.op == kRope) {
-      if (in.heads < 1 || in.kv_heads < 1 || in.head_dim < 1 || in.heads % in.kv_heads != 0) reject("malformed heads");
+      if (in.heads < 1 || in.kv_heads < 1 || in.head_dim < 1 || in.heads % in.kv_heads != 0)
+        reject("malformed heads");
       if (in.heads / in.kv_heads > kMaxQueryVectors) reject("more than 64 query heads per KV head");
       const int64_t part = in.kv_offset + int64_t{4} * 16 * in.kv_heads * in.head_dim;
-      if (in.kv_offset < 0 || part > limits_.block_bytes[in.kv_group]) reject("layer lies outside of its KV block");
+      if (in.kv_offset < 0 || part > limits_.block_bytes[in.kv_group])
+        reject("layer lies outside of its KV block");
       largest_head = std::max(largest_head, (in.head_dim + 15) / 16 * 16);
     }
     if (in.op == kAttention) {
       const int rows = attention_rows_per_unit(in.heads / in.kv_heads);
-      if (std::find(unit_rows_.begin(), unit_rows_.end(), rows) == unit_rows_.end()) unit_rows_.push_back(rows);
+      if (std::find(unit_rows_.begin(), unit_rows_.end(), rows) == unit_rows_.end())
+        unit_rows_.push_back(rows);
     }
   }
   units_.resize(unit_rows_.size());
@@ -67,7 +73,8 @@ void Program::bind(std::vector<uint8_t*> bases, std::vector<int64_t> sizes) {
     reject("bases: expected weights, scratch and one per KV group");
   const auto check = [&](const Operand& o, int64_t bytes, const char* what) {
     if (o.base < 0) return;
-    if (o.base >= kKv || o.offset < 0 || bytes < 0 || o.offset > sizes[o.base] || bytes > sizes[o.base] - o.offset)
+    if (o.base >= kKv || o.offset < 0 || bytes < 0 || o.offset > sizes[o.base] ||
+        bytes > sizes[o.base] - o.offset)
       reject(std::string("operand outside of its base: ") + what);
   };
   for (const Instruction& in : instructions_) {
@@ -77,7 +84,8 @@ void Program::bind(std::vector<uint8_t*> bases, std::vector<int64_t> sizes) {
     };
     if (in.op != kSoftcap && in.op != kRope && in.op != kEmbed && in.op != kAngles) require(in.in, "in");
     if (in.op != kSample) require(in.out, "out");
-    if (in.op == kEmbed || in.op == kAngles || in.op == kNorm || in.op == kMatmul) require(in.weight, "weight");
+    if (in.op == kEmbed || in.op == kAngles || in.op == kNorm || in.op == kMatmul)
+      require(in.weight, "weight");
     check(in.in, in.in_stride * (in.op == kNorm && in.i2 ? int64_t{limits_.max_tokens} : rows), "in");
     check(in.out, in.out_stride * rows, "out");
     if (in.op == kEmbed) check(in.weight, matmul_bytes(in.format, limits_.vocab, in.i1), "embedding");
@@ -101,24 +109,32 @@ void Program::bind(std::vector<uint8_t*> bases, std::vector<int64_t> sizes) {
 void Program::check_batch(const BatchView& b) const {
   if (bases_.empty()) reject("the program has no bases bound");
   if (b.tokens < 1 || b.tokens > limits_.max_tokens) reject("batch: number of tokens outside of the limits");
-  if (b.sequences < 1 || b.sequences > limits_.max_sequences) reject("batch: number of sequences outside of the limits");
+  if (b.sequences < 1 || b.sequences > limits_.max_sequences)
+    reject("batch: number of sequences outside of the limits");
   if (b.logit_rows < 0 || b.logit_rows > limits_.max_logit_rows) reject("batch: too many logit rows");
-  if (b.query_start[0] != 0 || b.query_start[b.sequences] != b.tokens) reject("batch: query_start does not cover the tokens");
+  if (b.query_start[0] != 0 || b.query_start[b.sequences] != b.tokens)
+    reject("batch: query_start does not cover the tokens");
   for (int i = 0; i < b.tokens; ++i) {
-    if (b.token_ids[i] < 0 || b.token_ids[i] >= limits_.vocab) reject("batch: token id outside of the vocabulary");
-    if (b.positions[i] < 0 || b.positions[i] >= limits_.max_positions) reject("batch: position outside of the context");
+    if (b.token_ids[i] < 0 || b.token_ids[i] >= limits_.vocab)
+      reject("batch: token id outside of the vocabulary");
+    if (b.positions[i] < 0 || b.positions[i] >= limits_.max_positions)
+      reject("batch: position outside of the context");
   }
   for (int i = 0; i < b.logit_rows; ++i)
-    if (b.logit_row_ids[i] < 0 || b.logit_row_ids[i] >= b.tokens) reject("batch: logit row is not one of the tokens");
+    if (b.logit_row_ids[i] < 0 || b.logit_row_ids[i] >= b.tokens)
+      reject("batch: logit row is not one of the tokens");
   for (int g = 0; g < limits_.kv_groups; ++g) {
-    const int64_t blocks = (sizes_[kKv + g] - 64) / limits_.block_bytes[g];  // 64 spare bytes: vector loads may overrun
+    const int64_t blocks =
+        (sizes_[kKv + g] - 64) / limits_.block_bytes[g];  // 64 spare bytes: vector loads may overrun
     for (int i = 0; i < b.tokens; ++i)
-      if (b.slot_mapping[g][i] < 0 || b.slot_mapping[g][i] >= blocks * 16) reject("batch: slot outside of the KV pool");
+      if (b.slot_mapping[g][i] < 0 || b.slot_mapping[g][i] >= blocks * 16)
+        reject("batch: slot outside of the KV pool");
     for (int s = 0; s < b.sequences; ++s) {
       const int begin = b.query_start[s], end = b.query_start[s + 1];
       if (begin >= end) reject("batch: a sequence without tokens");
       for (int i = begin + 1; i < end; ++i)
-        if (b.positions[i] != b.positions[i - 1] + 1) reject("batch: positions of a sequence must be consecutive");
+        if (b.positions[i] != b.positions[i - 1] + 1)
+          reject("batch: positions of a sequence must be consecutive");
       const int needed = b.positions[end - 1] / 16 + 1;
       if (needed > b.table_widths[g]) reject("batch: block table is too short for its positions");
       const int32_t* table = b.block_tables[g] + static_cast<size_t>(s) * b.table_widths[g];
@@ -133,9 +149,11 @@ void Program::check_batch(const BatchView& b) const {
       if (t.seen_start[i + 1] < t.seen_start[i] || t.bias_start[i + 1] < t.bias_start[i])
         reject("batch: sampling table offsets must ascend");
       for (int j = t.seen_start[i]; j < t.seen_start[i + 1]; ++j)
-        if (t.seen_ids[j] < 0 || t.seen_ids[j] >= limits_.vocab) reject("batch: seen id outside of the vocabulary");
+        if (t.seen_ids[j] < 0 || t.seen_ids[j] >= limits_.vocab)
+          reject("batch: seen id outside of the vocabulary");
       for (int j = t.bias_start[i]; j < t.bias_start[i + 1]; ++j)
-        if (t.bias_ids[j] < 0 || t.bias_ids[j] >= limits_.vocab) reject("batch: bias id outside of the vocabulary");
+        if (t.bias_ids[j] < 0 || t.bias_ids[j] >= limits_.vocab)
+          reject("batch: bias id outside of the vocabulary");
     }
   }
 }
@@ -174,7 +192,8 @@ std::vector<double> Program::take_profile() {
   return out;
 }
 
-void Program::step(const Instruction& in, size_t index, int thread, const BatchView& b, const ResultView& result) {
+void Program::step(const Instruction& in, size_t index, int thread, const BatchView& b,
+                   const ResultView& result) {
   const int rows = in.logit_rows ? b.logit_rows : b.tokens;
   const int threads = pool_.threads();
   const int begin = static_cast<int>(static_cast<int64_t>(rows) * thread / threads);
@@ -183,8 +202,8 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
   Claim& claim = claims_[index];
   switch (in.op) {
     case kEmbed:
-      return kernels_.embed(in.format, at(in.weight), in.i0, in.i1, b.token_ids, in.f0, floats(in.out), in.out_stride / 4,
-                            begin, end);
+      return kernels_.embed(in.format, at(in.weight), in.i0, in.i1, b.token_ids, in.f0, floats(in.out),
+                            in.out_stride / 4, begin, end);
     case kAngles: {
       const double* frequencies = reinterpret_cast<const double*>(at(in.weight));
       const int half = in.i0 / 2;
@@ -241,11 +260,12 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
     case kAttention:
       return attention(in, claim, thread, b);
     case kGlu:
-      return kernels_.glu(floats(in.in), in.in_stride / 4, in.i1, in.i2, floats(in.out), in.out_stride / 4, at(in.out2),
-                          in.i0, begin, end);
+      return kernels_.glu(floats(in.in), in.in_stride / 4, in.i1, in.i2, floats(in.out), in.out_stride / 4,
+                          at(in.out2), in.i0, begin, end);
     case kSoftcap:
       for (int row = begin; row < end; ++row)
-        kernels_.softcap(floats(in.out) + static_cast<size_t>(row) * (in.out_stride / 4), static_cast<size_t>(in.i0), in.f0);
+        kernels_.softcap(floats(in.out) + static_cast<size_t>(row) * (in.out_stride / 4),
+                         static_cast<size_t>(in.i0), in.f0);
       return;
     case kSample:
       return sample(in, claim, thread, b, result);
@@ -278,7 +298,8 @@ void Program::matmul(const Instruction& in, Claim& claim, int rows) {
 
 void Program::attention(const Instruction& in, Claim& claim, int thread, const BatchView& b) {
   const int rows = attention_rows_per_unit(in.heads / in.kv_heads);
-  const size_t which = static_cast<size_t>(std::find(unit_rows_.begin(), unit_rows_.end(), rows) - unit_rows_.begin());
+  const size_t which =
+      static_cast<size_t>(std::find(unit_rows_.begin(), unit_rows_.end(), rows) - unit_rows_.begin());
   const std::vector<Unit>& units = units_[which];
   AttentionArgs a{};
   a.q = reinterpret_cast<const float*>(at(in.in)) + in.q_offset;
@@ -297,7 +318,8 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
   const int total = static_cast<int>(units.size()) * in.kv_heads;
   for (int u; (u = claim.next.fetch_add(1, std::memory_order_relaxed)) < total;) {
     const Unit& unit = units[static_cast<size_t>(u / in.kv_heads)];
-    a.block_table = b.block_tables[in.kv_group] + static_cast<size_t>(unit.sequence) * b.table_widths[in.kv_group];
+    a.block_table =
+        b.block_tables[in.kv_group] + static_cast<size_t>(unit.sequence) * b.table_widths[in.kv_group];
     a.row_begin = unit.row_begin;
     a.row_end = unit.row_end;
     a.kv_head = u % in.kv_heads;
@@ -305,7 +327,8 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
   }
 }
 
-void Program::sample(const Instruction& in, Claim& claim, int thread, const BatchView& b, const ResultView& result) {
+void Program::sample(const Instruction& in, Claim& claim, int thread, const BatchView& b,
+                     const ResultView& result) {
   uint8_t* raw = sampler_[static_cast<size_t>(thread)].data();
   void* workspace = raw + (64 - reinterpret_cast<uintptr_t>(raw) % 64) % 64;
   for (int row; (row = claim.next.fetch_add(1, std::memory_order_relaxed)) < b.logit_rows;) {

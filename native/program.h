@@ -1,5 +1,5 @@
-// A recorded step: instructions whose operands are offsets from a table of bases, so that weights, scratch and KV can
-// move or be resized by binding new bases. Running it calls no Python and allocates nothing.
+// A recorded step: instructions whose operands are offsets from a table of bases, so that weights, scratch
+// and KV can move or be resized by binding new bases. Running it calls no Python and allocates nothing.
 #pragma once
 
 #include <atomic>
@@ -16,9 +16,10 @@ namespace headrace {
 enum Base : int32_t { kWeights = 0, kScratch = 1, kKv = 2 };  // kKv + g: KV group g
 
 enum Op : int32_t {
-  kEmbed = 0,      // weight: table; out: rows; format, i0 = width
-  kAngles = 1,     // weight: double frequencies[i0 / 2]; out: rows of cos, sin; i0 = rope dim; f0 = factor
-  kNorm = 2,       // in, weight, out, out2 = quantised; i0 = width, i1 = layer norm, i2 = gather logit rows, i3 = add
+  kEmbed = 0,   // weight: table; out: rows; format, i0 = width
+  kAngles = 1,  // weight: double frequencies[i0 / 2]; out: rows of cos, sin; i0 = rope dim; f0 = factor
+  kNorm =
+      2,  // in, weight, out, out2 = quantised; i0 = width, i1 = layer norm, i2 = gather logit rows, i3 = add
   kQuantise = 3,   // in, out; i0 = width
   kMatmul = 4,     // in, weight, out, weight2 = bias; format, i0 = n, i1 = k (padded), i2 = add
   kRope = 5,       // out = projected q, k, v (in place), weight = q norm, weight2 = k norm, in = angles, kv
@@ -90,7 +91,8 @@ class Program {
   int threads() const { return pool_.threads(); }
   int vocab() const { return limits_.vocab; }
   const Kernels& kernels() const { return kernels_; }
-  // Seconds spent per op kind since the last call, on the calling thread, barriers included. Empty unless enabled.
+  // Seconds spent per op kind since the last call, on the calling thread, barriers included. Empty unless
+  // enabled.
   void set_profiling(bool on) { profiling_ = on; }
   std::vector<double> take_profile();
 
@@ -105,10 +107,12 @@ class Program {
   void check_batch(const BatchView& batch) const;
   void plan_units(const BatchView& batch);
   void execute(int thread, const BatchView& batch, const ResultView& result);
-  void step(const Instruction& in, size_t index, int thread, const BatchView& batch, const ResultView& result);
+  void step(const Instruction& in, size_t index, int thread, const BatchView& batch,
+            const ResultView& result);
   void matmul(const Instruction& in, Claim& claim, int rows);
   void attention(const Instruction& in, Claim& claim, int thread, const BatchView& batch);
-  void sample(const Instruction& in, Claim& claim, int thread, const BatchView& batch, const ResultView& result);
+  void sample(const Instruction& in, Claim& claim, int thread, const BatchView& batch,
+              const ResultView& result);
   uint8_t* at(const Operand& o) const { return o.base < 0 ? nullptr : bases_[o.base] + o.offset; }
 
   std::vector<Instruction> instructions_;
@@ -119,9 +123,9 @@ class Program {
   std::vector<uint8_t*> bases_;
   std::vector<int64_t> sizes_;
   std::unique_ptr<Claim[]> claims_;
-  std::vector<std::vector<Unit>> units_;     // per distinct rows-per-unit
-  std::vector<int> unit_rows_;               // rows-per-unit of units_[i]
-  std::vector<std::vector<float>> scratch_;  // per thread, attention
+  std::vector<std::vector<Unit>> units_;       // per distinct rows-per-unit
+  std::vector<int> unit_rows_;                 // rows-per-unit of units_[i]
+  std::vector<std::vector<float>> scratch_;    // per thread, attention
   std::vector<std::vector<uint8_t>> sampler_;  // per thread
   bool profiling_ = false;
   std::vector<double> profile_;

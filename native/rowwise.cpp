@@ -1,4 +1,5 @@
-// Kernels that work on each row by itself: norms, quantisation, gated units, rotation with the KV write, soft caps.
+// Kernels that work on each row by itself: norms, quantisation, gated units, rotation with the KV write, soft
+// caps.
 #include "kernels.h"
 #include "simd.h"
 
@@ -15,8 +16,9 @@ HR_INLINE int32_t sum_bytes(const int8_t* q) {
   return sum;
 }
 
-// One row to int8 per group of 32 (step = max|x| / 127, round to nearest even), with the sums that zero points and
-// minimums need. A non-finite input makes the group's scale NaN, so that it is seen in the logits and not hidden.
+// One row to int8 per group of 32 (step = max|x| / 127, round to nearest even), with the sums that zero
+// points and minimums need. A non-finite input makes the group's scale NaN, so that it is seen in the logits
+// and not hidden.
 HR_INLINE void quantise_row(const float* x, int width, uint8_t* out) {
   const int padded = (width + 31) / 32 * 32, groups = padded / 32;
   int8_t* q = reinterpret_cast<int8_t*>(out);
@@ -76,7 +78,8 @@ HR_INLINE float sum_row(const float* x, int width, Term term) {
   return reduce_add(acc);
 }
 
-HR_INLINE void norm_row(const float* x, const float* weight, int width, bool layer, float eps, float* out, bool accumulate) {
+HR_INLINE void norm_row(const float* x, const float* weight, int width, bool layer, float eps, float* out,
+                        bool accumulate) {
   float mean = 0.0f;
   if (layer) mean = sum_row(x, width, [](Vec acc, Vec v) { return add(acc, v); }) / static_cast<float>(width);
   const Vec m = set1(mean);
@@ -100,7 +103,7 @@ HR_INLINE void norm_row(const float* x, const float* weight, int width, bool lay
 
 HR_INLINE Vec activate(Vec x, int kind) {
   if (kind == 0) return div(x, add(set1(1.0f), exp(sub(zero(), x))));  // silu
-  if (kind == 2) {  // gelu, exact form
+  if (kind == 2) {                                                     // gelu, exact form
     float t[16];
     store(t, x);
     for (float& v : t) v = 0.5f * v * (1.0f + std::erf(v * 0.70710678118654752f));
@@ -131,8 +134,8 @@ void quantise(const float* input, size_t stride, uint8_t* output, int width, int
     quantise_row(input + static_cast<size_t>(row) * stride, width, output + static_cast<size_t>(row) * bytes);
 }
 
-void glu(const float* input, size_t stride, int up_offset, int activation, float* output, size_t output_stride,
-         uint8_t* quantised, int width, int row_begin, int row_end) {
+void glu(const float* input, size_t stride, int up_offset, int activation, float* output,
+         size_t output_stride, uint8_t* quantised, int width, int row_begin, int row_end) {
   const size_t bytes = QuantRow::bytes((width + 31) / 32 * 32);
   for (int row = row_begin; row < row_end; ++row) {
     const float* gate = input + static_cast<size_t>(row) * stride;
@@ -156,7 +159,8 @@ void glu(const float* input, size_t stride, int up_offset, int activation, float
   }
 }
 
-// KV layout of one block of one layer: per kv head, K as [head_dim][16 slots], then V as [16 slots][head_dim], bf16.
+// KV layout of one block of one layer: per kv head, K as [head_dim][16 slots], then V as [16
+// slots][head_dim], bf16.
 void rope(const RopeArgs& a, int row_begin, int row_end) {
   const int half = a.rope_dim / 2;
   const auto head = [&](float* x, const float* weight, const float* angles, float scale) {

@@ -1,5 +1,6 @@
 // Sixteen float lanes, written once per ISA path; every kernel file is compiled once for each path inside
-// namespace headrace::HR_ISA. The packed layouts are sixteen wide everywhere, so no kernel knows the register size.
+// namespace headrace::HR_ISA. The packed layouts are sixteen wide everywhere, so no kernel knows the register
+// size.
 //
 // Integer dot products are exact and agree bitwise between the paths. Float results agree between row counts,
 // thread counts and tilings of one path, not between paths: the portable path has no fused multiply-add.
@@ -171,7 +172,8 @@ HR_INLINE Bytes low_nibbles(Bytes a) {
 }
 HR_INLINE Bytes high_nibbles(Bytes a) {
   const __m256i mask = _mm256_set1_epi8(0x0f);
-  return {_mm256_and_si256(_mm256_srli_epi16(a.lo, 4), mask), _mm256_and_si256(_mm256_srli_epi16(a.hi, 4), mask)};
+  return {_mm256_and_si256(_mm256_srli_epi16(a.lo, 4), mask),
+          _mm256_and_si256(_mm256_srli_epi16(a.hi, 4), mask)};
 }
 HR_INLINE __m256i dot_u4_half(__m256i acc, __m256i w, __m256i x) {
   // At most 2 * 15 * 127: no saturation in the 16-bit sums.

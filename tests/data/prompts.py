@@ -26,7 +26,7 @@ _REQUESTS = (
     "Translate this title into French: An introduction to {}.",
     "Here is a list of books about {}:\n1.",
     "Dear Professor, I am writing to you because I have a question about {}. In particular,",
-    "def describe():\n    \"\"\"Return a sentence about {}.\"\"\"\n    return",
+    'def describe():\n    """Return a sentence about {}."""\n    return',
     "User: Tell me about {}.\nAssistant: Of course! The first thing to understand is that",
     "Many people believe that {} is simple, but in fact",
     "Compare two different views on {} and say which one is better supported.",

@@ -20,7 +20,7 @@ DEPTH = 32  # inputs of a quantised tile
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How one matrix is packed; mirrors ``struct WeightFormat``. ``group`` and ``scale_bytes`` are 0 if dense."""
+    """How one matrix is packed; mirrors the native struct. ``group`` and ``scale_bytes`` are 0 if dense."""
 
     kind: int
     scale_bytes: int = 0
@@ -94,10 +94,8 @@ def _pack_quantised(w: QuantTensor, name: str) -> tuple[WeightFormat, NDArray[np
     at = LANES * DEPTH // (2 if kind == U4 else 1)
     tiles[:, :, :at] = codes.reshape(*tiles.shape[:2], at)
 
-    for values in (w.scale, w.minimum):
-        if values is None:
-            continue
-        parts = DEPTH // w.group_size
+    parts = DEPTH // w.group_size
+    for values in [w.scale] if w.minimum is None else [w.scale, w.minimum]:
         table = _pad(values.astype(scale_type), rows, depth // w.group_size)
         table = table.reshape(rows // LANES, LANES, depth // DEPTH, parts).transpose(0, 2, 3, 1)
         raw = np.ascontiguousarray(table).view(np.uint8).reshape(*tiles.shape[:2], -1)
@@ -115,7 +113,7 @@ def _pad(a: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
 
 
 def _regroup(w: QuantTensor, name: str) -> QuantTensor:
-    """What the kernels have: groups of 16 or 32 (larger ones repeat their scale), a zero point or a minimum."""
+    """What the kernels have: groups of 16 or 32 (larger repeat their scale), a zero point or a minimum."""
     if w.minimum is not None and w.zero_point:
         scale = w.scale.astype(np.float32)
         minimum = w.minimum.astype(np.float32) - scale * np.float32(w.zero_point)

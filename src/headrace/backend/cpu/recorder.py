@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ def kv_layer_bytes(kv_heads: int, head_dim: int) -> int:
 
 @dataclass(slots=True)
 class Place:
-    """Where a value lies in scratch: a buffer's name, floats from the row's start, and its width in floats."""
+    """Where a value lies in scratch: buffer, floats from the row's start, width in floats."""
 
     buffer: str
     column: int
@@ -87,7 +88,7 @@ class Recorder:
         have = self.buffers.setdefault(name, Buffer(rows, 0))
         have.row_bytes = max(have.row_bytes, -(-row_bytes // 64) * 64)
 
-    def emit(self, op: Op, *, logit_rows: bool = False, **fields: float) -> NDArray[np.void]:
+    def emit(self, op: Op, *, logit_rows: bool = False, **fields: Any) -> NDArray[np.void]:
         """Append an instruction; fields not named are zero, operands absent."""
         row = np.zeros((), INSTRUCTION)
         row["op"], row["logit_rows"], row["barrier"] = op, logit_rows, 1
@@ -201,7 +202,7 @@ class Recorder:
         group = self.arch.layers[layer].kv_group
         members = self.arch.kv_groups[group].layers
         q, k, v = (self.places[id(n)] for n in node.inputs)
-        shape = {
+        shape: dict[str, Any] = {
             "kv_group": group,
             "kv_offset": members.index(layer) * kv_layer_bytes(spec.kv_heads, spec.head_dim),
             "heads": spec.heads,
@@ -239,7 +240,9 @@ class Recorder:
         self._quantise_within(row, node, False)
 
     def _add(self, node: Node) -> None:
-        raise ValueError("only additions to the residual stream, of a value used nowhere else, can be recorded")
+        raise ValueError(
+            "only additions to the residual stream, of a value used nowhere else, can be recorded"
+        )
 
     def _softcap(self, node: Node) -> None:
         place = self.places[id(node.inputs[0])]

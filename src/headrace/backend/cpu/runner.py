@@ -126,7 +126,7 @@ class CpuRunner:
     def close(self) -> None:
         """Release threads, weights and KV."""
         self._program = None
-        self._scratch = self._logits = np.empty(0, np.uint8)  # type: ignore[assignment]
+        self._scratch = self._logits = np.empty(0, np.uint8)
 
 
 def open_cpu_runner(checkpoint: Checkpoint, settings: RunnerSettings) -> CpuRunner:

@@ -1,8 +1,9 @@
 """Packed weights on disk: made once per checkpoint, mapped by every later start.
 
-Layout: tensors, each aligned to 64 bytes, then a JSON footer, its length (8 bytes, little-endian) and a magic.
-The footer stands last so that packing streams one tensor at a time. Contents are never trusted as indices:
-a damaged file can give wrong numbers, not a crash; a file whose footer does not hold together is packed anew.
+Layout: tensors, each aligned to 64 bytes, then a JSON footer, its length (8 bytes, little-endian) and a
+magic. The footer stands last so that packing streams one tensor at a time. Contents are never trusted as
+indices: a damaged file can give wrong numbers, not a crash; a file whose footer does not hold together is
+packed anew.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _write(path: Path, key: str, checkpoint: Checkpoint, nodes: list[Node]) -> N
     try:
         with os.fdopen(handle, "wb") as out:
             _stream(out, key, checkpoint, nodes)
-        os.replace(temporary, path)  # a reader sees all of it or none
+        Path(temporary).replace(path)  # a reader sees all of it or none
     except OSError as error:
         raise HeadraceError(
             f"cannot write packed weights to {path.parent}: {error.strerror}. Free space there, or point "
@@ -139,7 +140,8 @@ def _stream(out: IO[bytes], key: str, checkpoint: Checkpoint, nodes: list[Node])
         tensor = checkpoint.tensor(name)
         if is_matrix:
             form, raw = pack(tensor, name)
-            put(name, raw, *tensor.shape, form)
+            n, k = tensor.shape
+            put(name, raw, n, k, form)
             continue
         vector = np.ascontiguousarray(as_float32(tensor))
         if not np.isfinite(vector).all():
