@@ -95,8 +95,9 @@ def _pack_quantised(w: QuantTensor, name: str) -> tuple[WeightFormat, NDArray[np
     tiles[:, :, :at] = codes.reshape(*tiles.shape[:2], at)
 
     parts = DEPTH // w.group_size
-    for values in [w.scale] if w.minimum is None else [w.scale, w.minimum]:
-        table = _pad(values.astype(scale_type), rows, depth // w.group_size)
+    scales = [w.scale] if w.minimum is None else [w.scale, w.minimum]
+    for values in scales:
+        table: NDArray[Any] = _pad(values.astype(scale_type), rows, depth // w.group_size)
         table = table.reshape(rows // LANES, LANES, depth // DEPTH, parts).transpose(0, 2, 3, 1)
         raw = np.ascontiguousarray(table).view(np.uint8).reshape(*tiles.shape[:2], -1)
         tiles[:, :, at : at + raw.shape[2]] = raw
@@ -123,5 +124,6 @@ def _regroup(w: QuantTensor, name: str) -> QuantTensor:
     if w.group_size % DEPTH != 0:
         raise ModelFormatError(f"{name}: group size {w.group_size} is not 16 or a multiple of 32")
     repeat = w.group_size // DEPTH
-    minimum = None if w.minimum is None else np.repeat(w.minimum, repeat, axis=1)
-    return QuantTensor(w.codes, np.repeat(w.scale, repeat, axis=1), w.bits, DEPTH, w.zero_point, minimum)
+    scale = np.repeat(w.scale, repeat, axis=1)
+    wide = None if w.minimum is None else np.repeat(w.minimum, repeat, axis=1)
+    return QuantTensor(w.codes, scale, w.bits, DEPTH, w.zero_point, wide)

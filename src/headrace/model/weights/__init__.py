@@ -25,7 +25,7 @@ def open_checkpoint(path: Path, *, quantization: Literal["int8", "int4"] | None 
             raise ModelNotFoundError(f"There is no model at {path}.")
         if not path.is_dir():
             if path.suffix == ".safetensors":
-                return _open_safetensors(path, quantization)
+                return _open_safetensors(path.parent, quantization)
             return _open_gguf(path, quantization)
         files = sorted(entry for entry in path.iterdir() if entry.is_file())
     except OSError as error:
