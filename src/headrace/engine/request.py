@@ -32,6 +32,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: int | None = None  # None = none; 0 = the sampled token's only; k = the top k's too
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """As in vLLM, ``stop`` may be given as one string, and None stands for nothing."""
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        for name, nothing in (("stop", []), ("stop_token_ids", []), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                setattr(self, name, nothing)
+
     def validate(self, vocab_size: int | None = None) -> None:
         """Raise InvalidRequestError, naming the field, what is wrong with it and what would be right.
 

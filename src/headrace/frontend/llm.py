@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -14,12 +15,13 @@ from headrace.errors import ConfigError, InvalidRequestError
 from headrace.frontend.batch import BatchRequest, generate_batch
 from headrace.frontend.frontend import Frontend, Progress, open_frontend
 from headrace.frontend.outputs import RequestOutput
+from headrace.frontend.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from typing import Self
 
-Prompt: TypeAlias = str | Mapping[str, Any]
-"""Text, ``{"prompt": text}`` or ``{"prompt_token_ids": [ids]}``."""
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": [ids]}``."""
 
 Message: TypeAlias = Mapping[str, Any]
 """``{"role": …, "content": …}``."""
@@ -33,6 +35,9 @@ class LLM:
     Settings come as config objects or as plain arguments, which fill in what the object leaves at its
     default; where both say something different, ConfigError is raised. ``progress`` is told how the
     model's download advances. Not for use by several threads at once.
+
+    Other arguments of vLLM's LLM are taken with values that change nothing here (``tensor_parallel_size=1``,
+    ``dtype="auto"``) and refused by name with others.
 
     Raises ConfigError, ModelNotFoundError, DownloadError, ModelFormatError or OutOfMemoryError.
     """
@@ -57,7 +62,12 @@ class LLM:
         cache_config: CacheConfig | None = None,
         scheduler_config: SchedulerConfig | None = None,
         progress: Progress | None = None,
+        **vllm: Any,
     ) -> None:
+        if vllm:
+            from headrace.frontend.vllm_arguments import check_vllm_arguments
+
+            check_vllm_arguments(vllm, _argument_names(type(self)))
         self.model_config = _with_arguments(
             model_config or ModelConfig(),
             model=model,
@@ -99,6 +109,10 @@ class LLM:
         llm._close_at_the_end()
         return llm
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, with ``encode`` and ``decode``."""
+        return self._frontend.tokenizer
+
     @property
     def frontend(self) -> Frontend:
         """Tokenizer, chat template and engine client."""
@@ -117,7 +131,7 @@ class LLM:
         wrong. If a sequence fails on the way the others finish first; then BatchError is raised, whose
         ``outputs`` hold everything.
         """
-        if isinstance(prompts, (str, Mapping)):
+        if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts):
             prompts = [prompts]
         elif not isinstance(prompts, Sequence):
             raise InvalidRequestError(f"prompts must be a prompt or a list of them, not {prompts!r:.60}.")
@@ -209,13 +223,22 @@ class LLM:
                 )
             prompt, is_text = prompt[keys[0]], keys[0] == "prompt"
         else:
-            is_text = True
+            is_text = not _is_token_ids(prompt)
         if is_text != isinstance(prompt, str):
             raise InvalidRequestError(
-                "A prompt must be a string, {'prompt': text} or {'prompt_token_ids': [ids]}, not "
-                f"{type(prompt).__name__}."
+                "A prompt must be a string, a list of token ids, {'prompt': text} or "
+                f"{{'prompt_token_ids': [ids]}}, not {type(prompt).__name__}."
             )
         return (prompt if is_text else None), self._frontend.encode_prompt(prompt)
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    return isinstance(prompts, (list, tuple)) and bool(prompts) and all(type(i) is int for i in prompts)
+
+
+def _argument_names(kind: type[LLM]) -> list[str]:
+    parameters = inspect.signature(kind).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
 
 def _with_arguments(config: Any, **arguments: Any) -> Any:
