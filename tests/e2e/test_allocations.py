@@ -62,14 +62,14 @@ llm = LLM(sys.argv[2], max_model_len=1024, kv_cache_memory_bytes=64 * 2**20, max
 loading = counter.counted() - before
 
 def work(salt):
-    prompts = [f"{salt} {number} " + "a long prompt in chunks " * (number * 6) for number in range(8)]
+    prompts = [f"{salt} {number} " + "a long prompt in chunks " * (number * 9) for number in range(4)]
     kinds = [
-        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
-        SamplingParams(n=3, seed=1, top_p=0.9, max_tokens=30, ignore_eos=True),
-        SamplingParams(top_k=50, min_p=0.01, logprobs=5, max_tokens=50, ignore_eos=True),
-        SamplingParams(presence_penalty=1, repetition_penalty=1.2, logit_bias={5: 2.0}, max_tokens=60),
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+        SamplingParams(n=3, seed=1, top_p=0.9, max_tokens=20, ignore_eos=True),
+        SamplingParams(top_k=50, min_p=0.01, logprobs=5, max_tokens=20, ignore_eos=True),
+        SamplingParams(presence_penalty=1, repetition_penalty=1.2, logit_bias={5: 2.0}, max_tokens=20),
     ]
-    llm.generate(prompts, [kinds[number % 4] for number in range(8)], use_tqdm=False)
+    llm.generate(prompts, kinds, use_tqdm=False)
 
 work("warm up")
 steps, before = llm.stats().num_steps, counter.counted()
@@ -103,5 +103,5 @@ def test_steps_allocate_nothing(smollm2_path: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     loading, steps, allocations = map(int, ran.stdout.split())
     assert loading > 0, "what loading allocates must be seen, or nothing is proven"
-    assert steps > 100
+    assert steps > 40
     assert allocations == 0
