@@ -3,8 +3,8 @@
     python benchmarks/cold_start.py [--runs 7] [--model smollm2-135m]
 
 Prints the median, the fastest and the slowest of ``--runs`` fresh processes for ``import headrace``, for
-``LLM(...)`` to its first token, and for ``headrace serve`` to ``/health/readiness`` 200, beside the time that the
-interpreter itself takes. ``--check`` exits with 1 if a median is over its bar. Measure on a quiet machine.
+``LLM(...)`` to its first token, and for ``headrace serve`` to ``/health/readiness`` 200, beside the time that
+the interpreter itself takes. ``--check`` exits with 1 if a median is over its bar. Measure on a quiet machine.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def _is_ready(port: int) -> bool:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a median is over its bar")

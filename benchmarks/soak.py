@@ -3,8 +3,8 @@
     python benchmarks/soak.py                       # starts `headrace serve`, 10,000 requests
     python benchmarks/soak.py --url http://host:8000 --requests 500
 
-Prints the resident size after every tenth of the requests, as /metrics tells it, and fails (status 1) if it grew
-by more than ``--bound-mb`` after warm-up (the first fifth, and at least 200 requests), if any request had an
+Prints the resident size after every tenth of the requests, as /metrics tells it, and fails (status 1) if it
+grew by more than ``--bound-mb`` after warm-up (the first fifth, and at least 200 requests), if any request had an
 unexpected status, or if anything is left running or any block taken.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 WARM_UP = 200
-WORDS = "mill wheel river stone grain water gate channel flour sluice miller race".split()
+WORDS = ("mill", "wheel", "river", "stone", "grain", "water", "gate", "channel", "flour", "sluice", "race")
 
 
 def request(number: int) -> tuple[str, dict[str, Any], int]:
@@ -142,7 +142,9 @@ def served(model: str) -> Iterator[str]:
 
 def main() -> None:
     """Parse, run, judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", help="a running server; default: start one")
     parser.add_argument("--model", default="smollm2-135m", help="what to serve without --url")
     parser.add_argument("--requests", type=int, default=10_000)

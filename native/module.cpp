@@ -63,9 +63,8 @@ class BoundProgram {
 
   void run(Array<int32_t> token_ids, Array<int32_t> positions, Array<int32_t> query_start,
            Array<int32_t> context_len, nb::tuple slot_mapping, nb::tuple block_tables,
-           Array<int32_t> logit_rows, nb::object sampling,
-           Out<int32_t> out_ids, Out<float> out_logprobs, OutTable<int32_t> out_top_ids,
-           OutTable<float> out_top_logprobs, Out<uint8_t> out_failed) {
+           Array<int32_t> logit_rows, nb::object sampling, Out<int32_t> out_ids, Out<float> out_logprobs,
+           OutTable<int32_t> out_top_ids, OutTable<float> out_top_logprobs, Out<uint8_t> out_failed) {
     unpack(slot_mapping, slot_mapping_, "slot_mapping");
     unpack(block_tables, block_tables_, "block_tables");
     BatchView& b = batch_;
@@ -124,7 +123,7 @@ class BoundProgram {
     return out;
   }
 
-  // The arrays of a tuple, which outlives the step. Into what is kept from step to step: a step takes no memory.
+  // The arrays of a tuple, which outlives the step, into what is kept: a step takes no memory.
   template <class A>
   static void unpack(const nb::tuple& arrays, std::vector<A>& out, const char* what) {
     out.clear();

@@ -174,7 +174,7 @@ void Program::run(const BatchView& batch, const ResultView& result) {
   plan_units(batch);
   for (size_t i = 0; i < instructions_.size(); ++i) claims_[i].next.store(0, std::memory_order_relaxed);
   const auto work = [&](int thread) { execute(thread, batch, result); };
-  pool_.run(std::cref(work));  // by reference: three captures would not fit into a function without allocating
+  pool_.run(std::cref(work));  // three captures would not fit into a std::function without allocating
 }
 
 void Program::execute(int thread, const BatchView& batch, const ResultView& result) {

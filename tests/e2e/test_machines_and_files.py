@@ -16,7 +16,9 @@ FRANCE = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_over_long_prompt_is_told_both_counts_before_any_event(server: RunningServer, stream: bool) -> None:
+def test_an_over_long_prompt_is_told_both_counts_before_any_event(
+    server: RunningServer, stream: bool
+) -> None:
     body = {"prompt": [17] * 9000, "stream": stream}
     refused = httpx.post(server.url + TEXT, json=body, timeout=30)
     assert refused.status_code == 400

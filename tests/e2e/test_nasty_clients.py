@@ -97,10 +97,14 @@ def test_pipelined_and_chunked_requests_are_answered(server: RunningServer) -> N
     assert received.count(b"HTTP/1.1 200 OK") == 4
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded"]
+)
 def test_the_content_type_makes_no_difference(server: RunningServer, kind: str) -> None:
     """curl -d sends a form's; what counts is that the body is JSON."""
-    answer = httpx.post(f"{server.url}/v1/completions", content=BODY, headers={"content-type": kind}, timeout=30)
+    answer = httpx.post(
+        f"{server.url}/v1/completions", content=BODY, headers={"content-type": kind}, timeout=30
+    )
     assert answer.status_code == 200
 
 

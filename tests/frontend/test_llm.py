@@ -237,7 +237,12 @@ def test_arguments_and_configs_add_up_and_configs_are_not_changed(tmp_path: Any)
     "harmless",
     [
         {"tensor_parallel_size": 1, "dtype": "auto", "trust_remote_code": True, "enforce_eager": True},
-        {"pipeline_parallel_size": 1, "tokenizer": None, "load_format": "auto", "enable_chunked_prefill": True},
+        {
+            "pipeline_parallel_size": 1,
+            "tokenizer": None,
+            "load_format": "auto",
+            "enable_chunked_prefill": True,
+        },
     ],
 )
 def test_what_vllm_scripts_pass_along_is_taken(tmp_path: Any, harmless: dict[str, Any]) -> None:
@@ -277,7 +282,9 @@ def test_sampling_params_as_vllm_takes_them(llm: LLM) -> None:
     [plain] = llm.generate("x", greedy(max_tokens=30))
     text = plain.outputs[0].text
     stop: Any = text[5:7]
-    [stopped] = llm.generate("x", greedy(max_tokens=30, stop=stop, stop_token_ids=nothing, logit_bias=nothing))
+    [stopped] = llm.generate(
+        "x", greedy(max_tokens=30, stop=stop, stop_token_ids=nothing, logit_bias=nothing)
+    )
     assert stopped.outputs[0].text == text[: text.index(stop)]
     assert stopped.outputs[0].stop_reason == stop
     assert SamplingParams(stop=nothing).stop == []

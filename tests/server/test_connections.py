@@ -115,7 +115,9 @@ async def test_heads_count_anew_for_every_request() -> None:
         writer.close()
 
 
-@pytest.mark.parametrize(("sent", "status"), [(b"", None), (b"GET /health HT", 408), (b"GET / HTTP/1.1\r\nA:", 408)])
+@pytest.mark.parametrize(
+    ("sent", "status"), [(b"", None), (b"GET /health HT", 408), (b"GET / HTTP/1.1\r\nA:", 408)]
+)
 async def test_a_head_that_never_comes_is_given_up(sent: bytes, status: int | None) -> None:
     async with served(Bounds(timeout_s=0.1)) as server:
         reader, writer = await server.connect()
@@ -208,7 +210,7 @@ async def test_an_announced_body_that_is_too_long_is_refused_at_once() -> None:
 
 
 async def test_a_body_that_goes_on_after_its_refusal_is_cut_off() -> None:
-    """The rest of a refused body is swallowed, for whoever must send it all to see the answer; not for ever."""
+    """The rest of a refused body is swallowed, for who must send it all to see the answer; not for ever."""
     async with served(Bounds(timeout_s=0.3), max_body_bytes=1000) as server:
         _, writer = await server.connect()
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")

@@ -131,11 +131,11 @@ class LLM:
         wrong. If a sequence fails on the way the others finish first; then BatchError is raised, whose
         ``outputs`` hold everything.
         """
-        if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts):
-            prompts = [prompts]
-        elif not isinstance(prompts, Sequence):
+        if not isinstance(prompts, (Sequence, Mapping)):
             raise InvalidRequestError(f"prompts must be a prompt or a list of them, not {prompts!r:.60}.")
-        return self._run(prompts, self._prompt, sampling_params, use_tqdm)
+        one = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
+        inputs: Sequence[Any] = [prompts] if one else list(prompts)
+        return self._run(inputs, self._prompt, sampling_params, use_tqdm)
 
     def chat(
         self,

@@ -1,4 +1,4 @@
-"""One client's connection: bounds on what it may take before its request is known, and noticing that it left."""
+"""One client's connection: what it may take before its request is known, and noticing that it left."""
 
 from __future__ import annotations
 
