@@ -4,8 +4,8 @@
     python benchmarks/soak.py --url http://host:8000 --requests 500
 
 Prints the resident size after every tenth of the requests, as /metrics tells it, and fails (status 1) if it
-grew by more than ``--bound-mb`` after warm-up (the first fifth, and at least 200 requests), if any request had an
-unexpected status, or if anything is left running or any block taken.
+grew by more than ``--bound-mb`` after warm-up (the first fifth, and at least 200 requests), if a request had
+an unexpected status, or if anything is left running or any block taken.
 """
 
 from __future__ import annotations
