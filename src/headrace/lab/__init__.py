@@ -1,0 +1,1 @@
+"""Measure, then optimise: bench, evaluate, and what builds on them."""
