@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SUITES_HELP = (
     "perplexity, hellaswag, truthfulqa, gsm8k, arithmetic, needle, json, all, or a YAML file of your own; "
-    "repeat it or separate by commas. Default: perplexity, hellaswag, truthfulqa, json."
+    "repeat it or separate by commas. Default: perplexity, hellaswag, truthfulqa."
 )
 
 
@@ -46,7 +46,7 @@ def evaluate(
     context_length: Annotated[
         int | None, typer.Option(min=4, help="Of perplexity; default: 1024, with llama.cpp 512.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=4, help="Tokens of text that perplexity reads.")] = 16384,
+    tokens: Annotated[int, typer.Option(min=4, help="Tokens of text that perplexity reads.")] = 8192,
     limit: Annotated[int | None, typer.Option(min=1, help="Questions per suite.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of generated questions and the bootstrap.")] = 0,
     gate: Annotated[
@@ -114,13 +114,15 @@ def evaluate(
 def _show(evaluation: Evaluation) -> None:
     from rich.console import Console
 
-    from headrace.lab.evaluate.table import tables
+    from headrace.lab.evaluate.table import notes, tables
 
     # a pipe gets whole lines: what is cut at some width cannot be searched
     console = Console(highlight=False) if sys.stdout.isatty() else Console(width=1000, highlight=False)
     for table in tables(evaluation.report):
         console.print(table)
         console.print()
+    for note in notes(evaluation.report):
+        console.print(note)
     if evaluation.reused:
         console.print(f"not run again: {', '.join(evaluation.reused)} (in {evaluation.output})")
 

@@ -1,1 +1,1 @@
-"""Measure, then optimise: bench, evaluate, and what builds on them."""
+"""The lab: measure first, then optimise. Nothing here runs while a model is being served."""

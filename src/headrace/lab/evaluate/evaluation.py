@@ -44,7 +44,7 @@ from headrace.model.store import Progress
 
 PERPLEXITY = "perplexity"
 SUITES = (PERPLEXITY, *CHOICE_SUITES, *GENERATION_SUITES)
-DEFAULT_SUITES = (PERPLEXITY, "hellaswag", "truthfulqa", "json")
+DEFAULT_SUITES = (PERPLEXITY, "hellaswag", "truthfulqa")
 _FLOOR = 0.1
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Settings:
     texts: tuple[str, ...] = (SHAKESPEARE,)
     convention: Convention = "windows"
     context_length: int | None = None  # of perplexity; None = the convention's
-    tokens: int = 16384
+    tokens: int = 8192
     limit: int | None = None
     seed: int = 0
     quantization: Literal["int8", "int4"] | None = None

@@ -22,7 +22,6 @@ def tables(report: Report) -> list[Table]:
     if paired:
         for title in ("difference", "95 %", "gained", "lost", "p"):
             scores.add_column(title)
-    notes = []
     for name, record in report.suites.items():
         if isinstance(record.result, TextResult):
             _add_text(measures, record.result)
@@ -34,11 +33,17 @@ def tables(report: Report) -> list[Table]:
         if length is not None:
             drifted = [] if drift is None else [_plus_minus(drift, 1, sign=True)]
             scores.add_row(name, "output tokens", _plus_minus(length, 1), str(length.n), *drifted)
-        notes += [f"{name}: {note}" for note in record.result.notes]
-    found = [table for table in (measures, scores) if table.row_count]
-    if notes and found:
-        found[-1].caption = "\n".join(notes)
-    return found
+    return [table for table in (measures, scores) if table.row_count]
+
+
+def notes(report: Report) -> list[str]:
+    """What has to be said of the numbers, a line for each suite's."""
+    return [
+        f"{name}: {note}"
+        for name, record in report.suites.items()
+        if isinstance(record.result, ItemsResult)
+        for note in record.result.notes
+    ]
 
 
 def _add_text(table: Table, result: TextResult) -> None:
