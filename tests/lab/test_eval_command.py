@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from headrace import LLM, SamplingParams
 from headrace.cli import main
 from tests.e2e.running import COMMAND
 from tests.lab.data_wheel import offer_cases
@@ -120,6 +121,20 @@ def test_generation_suites_compare_answer_by_answer(models: Path, evaluate: Eval
     assert own["output_tokens_drift"]["value"] == 0
     assert [item["answer"] for item in own["items"]] == [item["answer"] for item in own["reference_items"]]
     assert suites["json"]["result"]["metrics"]["valid"]["n"] == 2
+
+
+def test_a_base_model_continues_the_prompt(models: Path, evaluate: Evaluate, tmp_path: Path) -> None:
+    suite, output = tmp_path / "own.yaml", tmp_path / "eval.json"
+    suite.write_text(
+        "name: own\nmax_tokens: 3\ncases: [{prompt: Go, system: Be brief, checks: [{regex: x}]}]\n"
+    )
+    done = evaluate(str(models / "damaged"), "-s", str(suite), "-o", str(output))
+    assert done.returncode == 0, done.stderr
+    item = json.loads(output.read_text())["suites"]["own"]["result"]["items"][0]
+    with LLM(str(models / "damaged"), threads=1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3)
+        expected = llm.generate("Be brief\n\nGo\n", params)[0].outputs[0].text
+    assert item["answer"] == expected
 
 
 def test_ctrl_c_keeps_what_is_finished(models: Path, tmp_path: Path) -> None:

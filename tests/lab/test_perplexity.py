@@ -17,6 +17,7 @@ from headrace.lab.evaluate.divergence import Window, measure, windows_of
 from headrace.lab.evaluate.reference_file import ReferenceFile, about, write
 from headrace.lab.evaluate.scoring import Scorer, open_scorer
 from tests.lab.small_models import TEXT, make_model
+from tests.model.tiny import CASES
 
 
 class Pair:
@@ -75,6 +76,22 @@ def test_perplexity_is_that_of_an_independent_float32(pair: Pair, convention: An
     assert found.se == pytest.approx(
         math.exp(losses.mean()) * losses.std(ddof=1) / math.sqrt(len(losses)), rel=1e-4
     )
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_models_that_see_a_window_only(tmp_path: Path, kind: str, backend: Any) -> None:
+    """Chunks of a sequence go through KV groups of several windows."""
+    model = CASES[kind](tmp_path)
+    tokens = np.random.default_rng(2).integers(0, 290, 200).tolist()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0].double()
+    rows = torch.log_softmax(logits, -1).numpy()[:-1]
+    expected = math.exp(-rows[np.arange(199), tokens[1:]].mean())
+    with open_scorer(tmp_path, max_tokens=200, backend=backend, threads=1) as scorer:
+        found, _ = measure(windows_of(tokens, "windows", 200), scorer)
+    assert found.value == pytest.approx(expected, rel=1e-5 if backend == "torch" else 0.05)
 
 
 @pytest.mark.native

