@@ -96,13 +96,19 @@ def test_an_honest_8_bit_model_passes_the_gate(models: Path, evaluate: Evaluate,
 
 def test_a_damaged_model_is_refused_and_what_fell_is_named(models: Path, evaluate: Evaluate) -> None:
     arguments = ["--against", str(models / "good"), "--gate", str(models / "gate.yaml")]
-    done = evaluate(str(models / "damaged"), *arguments, "--suite", "perplexity")
+    done = evaluate(str(models / "damaged"), *arguments, "--suite", "perplexity,hellaswag")
     assert done.returncode == 1
     assert done.stderr == ""
     assert "gate: perplexity: kl_mean is" in done.stdout
     assert "gate: perplexity: same_top1 is" in done.stdout
-    assert "gate: hellaswag: was not measured" in done.stdout
+    assert "gate: perplexity: ln_ppl_ratio is" in done.stdout
     assert done.stdout.endswith("gate: refused\n")
+
+
+def test_a_gate_needs_its_suites_and_a_reference(models: Path, evaluate: Evaluate) -> None:
+    good, gate = str(models / "good"), ["--gate", str(models / "gate.yaml"), "--suite", "perplexity"]
+    assert "has limits on hellaswag: add --suite" in evaluate(good, "--against", good, *gate).stderr
+    assert "compares with a reference: name one with --against" in evaluate(good, *gate).stderr
 
 
 def test_generation_suites_compare_answer_by_answer(models: Path, evaluate: Evaluate, tmp_path: Path) -> None:

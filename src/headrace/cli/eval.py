@@ -102,6 +102,8 @@ def evaluate(
     )
     with download_progress() as downloads:
         evaluation = Evaluation(settings, output=output, downloads=downloads, overwrite=overwrite)
+        if limits is not None and (missing := limits.needs() - evaluation.suites()):
+            raise ConfigError(f"{gate} has limits on {', '.join(sorted(missing))}: add --suite for it.")
         try:
             with _suite_progress() as evaluation.progress:
                 evaluation.run()

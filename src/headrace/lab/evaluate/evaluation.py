@@ -93,11 +93,11 @@ class Evaluation:
         settings = self.settings
         _check(settings)
         self._own = {name: read_suite(Path(name)) for name in settings.suites if name not in SUITES}
+        names = list(SUITES)
         for path, (own, _) in self._own.items():
-            if own in SUITES:
-                raise ConfigError(
-                    f"{path}: the name {own!r} is one of headrace's own suites; choose another."
-                )
+            if own in names:
+                raise ConfigError(f"{path}: another suite is called {own!r} already; choose another name.")
+            names.append(own)
         self._models = Models(
             settings.model,
             settings.against,
@@ -113,7 +113,7 @@ class Evaluation:
             python=platform.python_version(),
             numpy=np.__version__,
             machine=f"{platform.system()} {platform.machine()}",
-            isa=os.environ.get("HEADRACE_ISA") or None,
+            isa=_isa(settings),
             cpus=os.cpu_count() or 1,
             endpoint=settings.endpoint,
             model=self._models.model.context(),
@@ -122,6 +122,11 @@ class Evaluation:
             seed=settings.seed,
         )
         self.report = self._begin(context)
+
+    def suites(self) -> set[str]:
+        """The names of all suites that the report will hold, those of an earlier run included."""
+        chosen = {name for name in self.settings.suites if name in SUITES}
+        return chosen | {own for own, _ in self._own.values()} | set(self.report.suites)
 
     def run(self) -> Report:
         """All suites, those that need no generation first. Raises what loading and running models raises."""
@@ -315,6 +320,14 @@ def _check(settings: Settings) -> None:
     logits = settings.reference_logits
     if logits is not None and settings.against is None and not logits.exists():
         raise ConfigError(f"{logits} does not exist; --against REF says which model's logits to put there.")
+
+
+def _isa(settings: Settings) -> str | None:
+    if settings.endpoint is not None or settings.backend != "cpu":
+        return None
+    from headrace.backend.cpu.runner import chosen_isa
+
+    return chosen_isa()
 
 
 def _order(name: str) -> int:

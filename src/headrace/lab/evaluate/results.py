@@ -97,7 +97,7 @@ class Context(BaseModel):
     python: str
     numpy: str
     machine: str
-    isa: str | None  # HEADRACE_ISA, if set
+    isa: str | None  # kernel path of the cpu backend
     cpus: int
     endpoint: str | None
     model: ModelContext
