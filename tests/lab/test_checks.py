@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from headrace.errors import ConfigError
 from headrace.lab.evaluate.checks import Check, last_number, marked_number
 from headrace.lab.evaluate.choices import hellaswag
 from headrace.lab.evaluate.gate import read_gate
-from headrace.lab.evaluate.questions import json_objects, needle, read_suite
+from headrace.lab.evaluate.questions import arithmetic, json_objects, needle, read_suite
 
 
 @pytest.mark.parametrize(
@@ -46,26 +48,42 @@ def test_numbers_of_gsm8k() -> None:
     assert last_number("1/0") is None
 
 
+@dataclass
+class Reader:
+    """Who counts words instead of tokens."""
+
+    context_length: int | None
+
+    def count_tokens(self, text: str) -> int:
+        return len(text.split())
+
+
 def test_generated_questions_depend_on_the_seed_alone() -> None:
-    class Reader:
-        context_length: int | None = 1200
-
-        def count_tokens(self, text: str) -> int:
-            return len(text.split())
-
-    first, again, other = (needle(seed, Reader()) for seed in (3, 3, 4))
+    first, again, other = (needle(seed, Reader(1200)) for seed in (3, 3, 4))
     assert [q.prompt for q in first] == [q.prompt for q in again] != [q.prompt for q in other]
     assert {q.id.split("-")[0] for q in first} == {"512", "1024"}
     number = first[0].prompt.split("number is ")[1][:5]
     assert first[0].score(f"It is {number}.") == {"found": 1.0}
     assert first[0].score("It is 7.") == {"found": 0.0}
-    asked = json_objects(3, Reader())
+    asked = json_objects(3, Reader(None))
     assert asked[0].score("{}")["valid"] == 1.0
     assert asked[0].score("{}")["schema"] == 0.0
-    short = Reader()
-    short.context_length = 100
     with pytest.raises(ConfigError, match="640"):
-        needle(0, short)
+        needle(0, Reader(100))
+
+
+def test_arithmetic_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match="pip install reasoning-gym"):
+        arithmetic(0, Reader(None))
+
+
+def test_arithmetic_knows_its_answers() -> None:
+    pytest.importorskip("reasoning_gym")
+    questions = arithmetic(1, Reader(None))
+    assert [q.prompt for q in questions] == [q.prompt for q in arithmetic(1, Reader(None))]
+    first = questions[0]  # Calculate 5 - 3 - 6.
+    assert (first.score("5 - 3 - 6 = -4"), first.score("4")) == ({"right": 1.0}, {"right": 0.0})
 
 
 GOOD = """\
