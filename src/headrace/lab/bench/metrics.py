@@ -140,9 +140,10 @@ def _falling_behind(load: Load) -> bool:
     """An open loop whose server finishes less than nine tenths of what arrives, with the rest piling up."""
     if load.stage.kind == "closed":
         return False
-    begin, end = load.begin_s, load.end_s
+    begin = load.begin_s
+    end = min(load.end_s, max((r.scheduled_s for r in load.records), default=begin))
     middle = (begin + end) / 2
-    arrived = sum(begin <= r.scheduled_s < end for r in load.records)
+    arrived = sum(begin <= r.scheduled_s <= end for r in load.records)
     ended = sum(begin <= r.end_s < end for r in load.records)
 
     def open_at(time: float) -> int:

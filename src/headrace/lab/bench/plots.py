@@ -77,7 +77,7 @@ def _fill(figure: Figure, result: Result) -> None:
 def _colours(count: int) -> list[Any]:
     import matplotlib
 
-    shades = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.82, max(count, 1)))
+    shades = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.82, count))
     return list(shades)
 
 

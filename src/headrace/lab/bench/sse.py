@@ -20,14 +20,18 @@ class EventParser:
     """
 
     def __init__(self) -> None:
-        self._rest = b""  # an unfinished line
+        self._rest: list[bytes] = []  # an unfinished line, in the pieces that came
         self._data: list[bytes] = []
         self._size = 0
         self._first = True
 
     def feed(self, received: bytes) -> list[bytes]:
         """The data of every event that ``received`` completes. Raises EventTooLongError."""
-        buffer = self._rest + received if self._rest else received
+        self._rest.append(received)
+        if b"\n" not in received and b"\r" not in received and not self._rest[0].endswith(b"\r"):
+            self._check_size()
+            return []
+        buffer = b"".join(self._rest) if len(self._rest) > 1 else received
         if self._first and len(buffer) >= 3:
             self._first = False
             buffer = buffer.removeprefix(b"\xef\xbb\xbf")
@@ -36,16 +40,20 @@ class EventParser:
             held = buffer.endswith(b"\r")
             whole = buffer[:-1] if held else buffer
             buffer = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (b"\r" if held else b"")
-        *lines, self._rest = buffer.split(b"\n")
+        *lines, rest = buffer.split(b"\n")
+        self._rest = [rest] if rest else []
         events = [event for line in lines if (event := self._line(line)) is not None]
-        if self._size + len(self._rest) > MAX_EVENT_BYTES:
-            raise EventTooLongError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
+        self._check_size()
         return events
 
     def finish(self) -> list[bytes]:
         """The data of an event that the end of the stream completes."""
-        rest, self._rest = self._rest.rstrip(b"\r"), b""
+        rest, self._rest = b"".join(self._rest).rstrip(b"\r"), []
         return [event for line in (rest, b"") if (event := self._line(line)) is not None]
+
+    def _check_size(self) -> None:
+        if self._size + sum(map(len, self._rest)) > MAX_EVENT_BYTES:
+            raise EventTooLongError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
 
     def _line(self, line: bytes) -> bytes | None:
         if not line:
