@@ -78,7 +78,7 @@ def test_a_sweep_prints_a_table_and_writes_report_and_result(tmp_path: Path) -> 
 def two_results(tmp_path: Path) -> Path:
     """A folder with slow.json and fast.json."""
     for name, first_s in (("slow", 0.12), ("fast", 0.02)):
-        with running(Streamer(first_s=first_s)) as address:
+        with running(Streamer(first_s=first_s, gap_s=0.02)) as address:
             write(bench(address, requests=16), tmp_path / f"{name}.json")
     return tmp_path
 

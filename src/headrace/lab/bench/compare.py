@@ -21,6 +21,7 @@ Verdict = Literal["better", "worse", "no evidence"]
 MIN_EFFECT = 0.03
 """Smallest relative change that a verdict needs: runs of one program differ by as much."""
 _FEWEST = 8  # requests of either side below which nothing is said
+_CLOCK_MS = 0.1  # what an event loop can't tell apart
 _SEED = 20
 _REPEATS = 4000  # the tails of a Bonferroni interval lie far out
 
@@ -195,6 +196,8 @@ def _paired(x: Array, y: Array, statistic: Statistic, rng: np.random.Generator) 
 def _verdict(metric: _Metric, before: float, after: float, low: float, high: float, count: int) -> Verdict:
     change = after - before
     least = 1.0 if metric.unit == "%" else MIN_EFFECT * abs(before)  # of shares: one point in a hundred
+    if metric.unit == "ms":
+        least = max(least, _CLOCK_MS)
     if count < _FEWEST or low <= 0 <= high or abs(change) < least:
         return "no evidence"
     return "better" if (change < 0) == metric.lower_is_better else "worse"
