@@ -35,6 +35,7 @@ _STYLE: dict[Any, Any] = {
     "legend.fontsize": 9,
     "svg.fonttype": "path",
 }
+_WIDE = 5  # from here on times are drawn on a log scale
 _BLUE, _ORANGE, _GREY, _RED = "#1769aa", "#e07a1f", "#8a939b", "#c0392b"
 
 
@@ -100,10 +101,13 @@ def _latency_throughput(axis: Axes, stages: list[StageResult], knee: str | None)
     for stage, at in zip(shown, x, strict=True):
         text = f"{stage.label.removesuffix(' poisson')}{'  (knee)' if stage.label == knee else ''}"
         top = max(stage.e2e.p95 / 1000 if stage.e2e else 0.0, _ci(stage, "p95")[1])
-        axis.annotate(text, (at, top), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9)
+        box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
+        axis.annotate(
+            text, (at, top), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9, bbox=box
+        )
     axis.margins(x=0.14, y=0.18)
     axis.set_ylim(bottom=0)
-    axis.legend(loc="upper left")
+    axis.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
 
 
 def _ci(stage: StageResult, name: str) -> tuple[float, float]:
@@ -116,7 +120,7 @@ def _distribution(
     axis: Axes, stages: list[StageResult], colours: list[Any], value: str, title: str, limit_ms: float | None
 ) -> None:
     axis.set_title(title)
-    axis.set_xlabel("milliseconds (log scale)")
+    axis.set_xlabel("milliseconds")
     axis.set_ylabel("share of requests at or below, %")
     drawn = False
     for stage, colour in zip(stages, colours, strict=True):
@@ -129,12 +133,18 @@ def _distribution(
     if not drawn:
         _nothing(axis)
         return
-    axis.set_xscale("log")
-    _plain_ticks(axis)
+    low, high = axis.dataLim.intervalx
+    if high > _WIDE * low:
+        axis.set_xscale("log")
+        axis.set_xlabel("milliseconds (log scale)")
+        _plain_ticks(axis)
+    else:
+        shown = high if limit_ms is None or limit_ms > 3 * high else max(high, limit_ms)
+        axis.set_xlim(0, shown * 1.08)
     axis.set_ylim(0, 101)
     if limit_ms is not None:
         axis.axvline(limit_ms, color=_RED, lw=1.3, ls="--", label=f"SLO {limit_ms:g} ms")
-    axis.legend(loc="lower right")
+    axis.legend(loc="best")
 
 
 def _plain_ticks(axis: Axes) -> None:
