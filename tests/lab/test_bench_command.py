@@ -11,6 +11,7 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -99,17 +100,10 @@ def test_a_comparison_without_a_fall_is_a_success(two_results: Path, monkeypatch
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
-    with running(Streamer(first_s=0.05)) as address:
-        arguments = [
-            "--duration",
-            "60",
-            "--concurrency",
-            "2",
-            "--output",
-            "cut.json",
-            "--api-key",
-            "sk-secret",
-        ]
+    streamer = Streamer(first_s=0.05)
+    with running(streamer) as address:
+        arguments = ["--duration", "60", "--warmup", "0.2", "--concurrency", "2", "--api-key", "sk-secret"]
+        arguments += ["--output", "cut.json"]
         process = subprocess.Popen(
             [*_COMMAND, address, *arguments],
             cwd=tmp_path,
@@ -117,7 +111,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        time.sleep(5.5)
+        deadline = time.monotonic() + 60
+        while len(streamer.asked) < 60:  # more than a second of load
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
@@ -188,3 +185,23 @@ def test_a_model_is_served_for_the_purpose_and_gone_afterwards(smollm2_path: Pat
     assert stage.server is not None and stage.server.cpu_cores is not None
     assert result.settings["serve"] == "--threads 1"
     assert re.search(r"report: bench-smollm2-135m-[\d-]+\.html", done.stdout)
+
+
+@pytest.mark.native
+def test_the_server_is_gone_when_bench_is_told_to_end(smollm2_path: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*_COMMAND, "smollm2-135m", "--duration", "60"],
+        cwd=tmp_path,
+        env=os.environ | _FOUND,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    children: list[psutil.Process] = []
+    while not any(child.net_connections() for child in children):
+        assert time.monotonic() < deadline and process.poll() is None
+        children = psutil.Process(process.pid).children()
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(30) != 0
+    assert psutil.wait_procs(children, 5)[1] == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
@@ -19,7 +21,7 @@ _STOP_S = 15.0
 
 @contextmanager
 def served(model: str, options: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
-    """``headrace serve model`` on a free port: its address and process id; gone afterwards.
+    """``headrace serve model`` on a free port: its address and process id; gone afterwards, also on SIGTERM.
 
     Raises EndpointError with the server's last words if it does not come up.
     """
@@ -35,7 +37,8 @@ def served(model: str, options: Sequence[str] = ()) -> Iterator[tuple[str, int]]
             start_new_session=True,
         )
         try:
-            yield _address(process, log, model), process.pid
+            with _sigterm_exits():
+                yield _address(process, log, model), process.pid
         finally:
             process.terminate()
             try:
@@ -43,6 +46,19 @@ def served(model: str, options: Sequence[str] = ()) -> Iterator[tuple[str, int]]
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """SIGTERM unwinds the stack, as Ctrl-C does, so that no server is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _address(process: subprocess.Popen[str], log: IO[bytes], model: str) -> str:

@@ -215,7 +215,7 @@ async def _model_card(
     except orjson.JSONDecodeError:
         problem = f"{url} answers something that is not JSON: this is not OpenAI's API"
     except aiohttp.ClientConnectorError as error:
-        raise EndpointError(f"nothing answers at {address}: {error.strerror or error}") from None
+        raise EndpointError(f"nothing answers at {address}: {error}") from None
     except (aiohttp.ClientError, ValueError) as error:
         problem = f"{url}: {error}"
     if wanted is None:

@@ -193,7 +193,8 @@ class Load:
         times = iter(stage.times) if stage.times else arrivals(stage.arrivals, stage.level, rng)
         end = float("inf") if stage.duration_s is None or stage.times else self.begin_s + stage.duration_s
         for at in times:
-            if at >= end or (stage.requests is not None and self._measured >= stage.requests):
+            sent = self._measured * self._workload.turns
+            if at >= end or (stage.requests is not None and sent >= stage.requests):
                 return
             if at < self.begin_s:
                 self._warm += 1

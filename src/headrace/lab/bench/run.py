@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from headrace.errors import ConfigError
 from headrace.lab.bench.context import context
 from headrace.lab.bench.datasets import read_dataset
-from headrace.lab.bench.endpoint import Endpoint, Route, probe
+from headrace.lab.bench.endpoint import Endpoint, Route, base_url, looks_like_url, probe
 from headrace.lab.bench.lengths import Lengths
 from headrace.lab.bench.result import Measured, Result, WorkloadInfo
 from headrace.lab.bench.session import Plan, Session, View, knee
@@ -23,6 +25,7 @@ from headrace.lab.bench.synthetic import Calibration, Synthetic, calibrate
 from headrace.lab.bench.trace import Trace
 from headrace.lab.bench.workload import Listed, Workload, read_prompts
 
+_NEAR = r"(localhost|127\.|::1$)"
 _FEW = 100  # requests below which a p99 is hardly more than the slowest one
 
 
@@ -68,7 +71,9 @@ async def measure(
     where = context()
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ttl_dns_cache=300)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=15)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=True) as http:
+    # Proxies of the environment are for the world outside, and would only slow what is near.
+    outside = not re.match(_NEAR, urlsplit(base_url(target.address)).hostname or "")
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=outside) as http:
         endpoint = await probe(
             http,
             target.address,
@@ -205,10 +210,8 @@ def _warnings(result: Result, endpoint: Endpoint, workload: Workload, calibratio
         found.append("the endpoint has no ignore_eos: answers may be shorter than asked for")
     if workload.fixed_length and not calibration.measured:
         found.append("without usage, prompt lengths are a guess: one word is taken as one token")
-    local = (
-        any(name in result.endpoint.target for name in ("127.0.0.1", "localhost"))
-        or ":" not in result.endpoint.target
-    )
+    target = result.endpoint.target
+    local = not looks_like_url(target) or bool(re.match(_NEAR, urlsplit(base_url(target)).hostname or ""))
     load, cores = result.context.load_average, result.context.cores
     if local and load is not None and load > 0.5 * cores:
         found.append(f"the machine was busy already (load average {load:g} on {cores} cores): expect noise")
