@@ -142,7 +142,7 @@ def _difference(
 ) -> Difference | None:
     left, right = _values(a, metric), _values(b, metric)
     both = sorted(left.keys() & right.keys())
-    paired = same and len(both) >= 0.8 * max(len(left), len(right))
+    paired = same and len(both) >= 0.5 * max(len(left), len(right))
     if paired:
         left, right = {i: left[i] for i in both}, {i: right[i] for i in both}
     if not left or not right:
@@ -217,7 +217,7 @@ def _notes(before: Result, after: Result) -> list[str]:
     notes = [f"{name} differs: {old} → {new}" for name, (old, new) in pairs.items() if old != new]
     for name in sorted(before.settings.keys() | after.settings.keys()):
         old, new = before.settings.get(name), after.settings.get(name)
-        if old != new:
+        if old != new and name != "command":
             notes.append(f"{name} differs: {old} → {new}")
     for side, result in (("before", before), ("after", after)):
         notes += [f"{side}: {warning}" for warning in result.warnings]
