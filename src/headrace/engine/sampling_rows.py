@@ -28,6 +28,7 @@ class SamplingRows:
         self._seed = np.zeros(max_sequences, np.uint64)
         self._choice = np.zeros(max_sequences, np.uint32)
         self._num_logprobs = np.zeros(max_sequences, np.int32)
+        self._num_prompt_logprobs = np.zeros(max_sequences, np.int32)
         self._no_masks = np.zeros((0, -(-vocab_size // 32)), np.uint32)
 
     def fill(self, seq: Sequence) -> None:
@@ -43,15 +44,29 @@ class SamplingRows:
         self._seed[row] = seq.request.seed
         self._choice[row] = seq.choice
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
 
-    def table(self, sampled: list[Sequence]) -> SamplingTable:
-        """The table for one step: a row for each sequence that samples a token in it, in this order."""
-        m = len(sampled)
-        rows = np.array([seq.row for seq in sampled], np.intp)
-        seen_start, seen_ids, seen_counts = _join([seq.seen() for seq in sampled], np.int32)
-        bias_start, bias_ids, bias_values = _join([seq.bias() for seq in sampled], np.float32)
+    def table(self, sampled: list[tuple[Sequence, int]]) -> SamplingTable:
+        """The table for one step: a row for each sequence and position whose token is sampled in it.
+
+        At a position of the prompt the token is known and only its log-probabilities are wanted: it is
+        sampled greedily under a bias that leaves no choice.
+        """
+        rows = np.array([seq.row for seq, _ in sampled], np.intp)
+        positions = np.array([position for _, position in sampled], np.uint32)
+        known = np.array([position < seq.num_prompt_tokens for seq, position in sampled], np.bool_)
+        pairs = list(zip(sampled, known.tolist(), strict=True))
+        seen_start, seen_ids, seen_counts = _join(
+            [None if is_known else seq.seen(at) for (seq, at), is_known in pairs], np.int32
+        )
+        bias_start, bias_ids, bias_values = _join(
+            [seq.forced(at) if is_known else seq.bias(at) for (seq, at), is_known in pairs], np.float32
+        )
+        mask_row, masks = self._masks(
+            [None if is_known else seq.request.allowed for (seq, _), is_known in pairs]
+        )
         return SamplingTable(
-            temperature=self._temperature[rows],
+            temperature=np.where(known, np.float32(0), self._temperature[rows]),
             top_k=self._top_k[rows],
             top_p=self._top_p[rows],
             min_p=self._min_p[rows],
@@ -60,17 +75,26 @@ class SamplingRows:
             repetition_penalty=self._repetition[rows],
             seed=self._seed[rows],
             choice=self._choice[rows],
-            position=np.array([seq.num_tokens for seq in sampled], np.uint32),
-            num_logprobs=self._num_logprobs[rows],
+            position=positions,
+            num_logprobs=np.where(known, self._num_prompt_logprobs[rows], self._num_logprobs[rows]),
             seen_start=seen_start,
             seen_ids=seen_ids,
             seen_counts=seen_counts,
             bias_start=bias_start,
             bias_ids=bias_ids,
             bias_values=bias_values,
-            mask_row=np.full(m, -1, np.int32),
-            masks=self._no_masks,
+            mask_row=mask_row,
+            masks=masks,
         )
+
+    def _masks(self, masks: list[NDArray[np.uint32] | None]) -> tuple[Int32, NDArray[np.uint32]]:
+        """``(mask_row, masks)``; None allows everything."""
+        mask_row = np.full(len(masks), -1, np.int32)
+        filled = [mask for mask in masks if mask is not None]
+        if not filled:
+            return mask_row, self._no_masks
+        mask_row[[mask is not None for mask in masks]] = np.arange(len(filled))
+        return mask_row, np.stack(filled)
 
 
 def _join(parts: list[_Ragged], value_type: type[Any]) -> tuple[Int32, Int32, NDArray[Any]]:
