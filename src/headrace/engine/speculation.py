@@ -83,7 +83,7 @@ class Acceptance:
 
 
 class Speculation:
-    """Proposes drafts for sequences that lack nothing but their last token, and learns what became of them."""
+    """Proposes drafts for sequences that lack only their last token, and learns what became of them."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self.draft_tokens = 0
@@ -96,7 +96,7 @@ class Speculation:
         self._cost = StepCost()
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """A draft for each of the step's sequences, at most ``limits[i]`` tokens, fewer where they don't pay."""
+        """For each sequence of a step a draft of at most ``limits[i]`` tokens, fewer where they don't pay."""
         most = self._config.num_speculative_tokens
         drafts = self._drafter.propose(sequences, [min(limit, most) for limit in limits])
         if self._config.adaptive:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from headrace.engine.request import EngineStats, SamplingParams
 from headrace.errors import ConfigError, InvalidRequestError
 from headrace.frontend.batch import BatchRequest, generate_batch
@@ -31,8 +31,9 @@ class LLM:
     """A model, loaded and ready to generate.
 
     Settings come as config objects or as plain arguments, which fill in what the object leaves at its
-    default; where both say something different, ConfigError is raised. ``progress`` is told how the
-    model's download advances. Not for use by several threads at once.
+    default; where both say something different, ConfigError is raised. ``speculative_config`` is a
+    :class:`SpeculativeConfig` or a dict of its fields. ``progress`` is told how the model's download
+    advances. Not for use by several threads at once.
 
     Raises ConfigError, ModelNotFoundError, DownloadError, ModelFormatError or OutOfMemoryError.
     """
@@ -49,6 +50,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         backend: str | None = None,
         device: str | None = None,
         threads: int | None = None,
@@ -79,6 +81,7 @@ class LLM:
             scheduler_config or SchedulerConfig(),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            speculative=SpeculativeConfig.of(speculative_config),
         )
         self._frontend = open_frontend(
             self.model_config,
@@ -185,6 +188,7 @@ class LLM:
         for index, (item, its_params) in enumerate(zip(inputs, params, strict=True)):
             try:
                 text, ids = encode(item)
+                ids = self._frontend.truncate(ids, its_params)
                 self._frontend.check(ids, its_params)
             except InvalidRequestError as error:
                 if len(inputs) > 1:

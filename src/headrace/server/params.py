@@ -24,6 +24,8 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
     params = _common(request)
     params.max_tokens = 16 if request.max_tokens is None else request.max_tokens
     params.logprobs = request.logprobs
+    if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
+        params.prompt_logprobs = request.logprobs
     return params
 
 
@@ -33,6 +35,8 @@ def _common(request: GenerationRequest) -> SamplingParams:
         for name in (
             *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
             *("repetition_penalty", "seed", "min_tokens", "stop_token_ids", "ignore_eos", "logit_bias"),
+            *("prompt_logprobs", "bad_words", "allowed_token_ids", "skip_special_tokens"),
+            *("include_stop_str_in_output", "truncate_prompt_tokens"),
         )
         if (value := getattr(request, name)) is not None
     }

@@ -70,6 +70,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     min_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=256)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
     # no effect on the answer
     user: Ignored = None
@@ -144,6 +150,8 @@ def decode(kind: type[R], body: bytes) -> R:
             "`stream_options` needs `stream`: true; leave it out or stream", param="stream_options"
         )
     _check_stop(request.stop)
+    if request.stream and request.prompt_logprobs is not None:
+        raise _unsupported("prompt_logprobs", "them in streams; ask for the whole answer")
     if isinstance(request, ChatCompletionRequest):
         _check_chat(request)
     elif isinstance(request, CompletionRequest):
@@ -269,8 +277,8 @@ def _check_completion(request: CompletionRequest) -> None:
         raise _unsupported("suffix", "text after the completion; leave it out")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise _unsupported("best_of", "choosing among more completions than `n`; leave it out")
-    if request.echo and request.logprobs is not None:
-        raise _unsupported("echo", "the prompt's logprobs; send `echo` or `logprobs`, not both")
+    if request.stream and request.echo and request.logprobs is not None:
+        raise _unsupported("echo", "the prompt's logprobs in streams; ask for the whole answer")
     prompts(request.prompt)
 
 
