@@ -1,8 +1,8 @@
 """Tokens a second with and without prompt lookup, on a task that copies and on one that does not.
 
-``python benchmarks/ablations/speculation.py [--model smollm2-135m] [--runs 7] [--concurrency 1 4]``. Both engines are
-loaded at once and take turns, so that a busy moment of the machine hits both; medians are compared. Each run asks
-for the same tokens, and the script fails if the answers differ.
+``python benchmarks/ablations/speculation.py [--model smollm2-135m] [--runs 7] [--concurrency 1 4]``. Both
+engines are loaded at once and take turns, so that a busy moment of the machine hits both; medians are
+compared. Each run asks for the same tokens, and the script fails if the answers differ.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 from headrace import LLM, SamplingParams
 
-LEDGER = """The harbour master keeps a ledger of every vessel that enters the bay. Each entry names the ship, its
-captain, the port it sailed from and the cargo it carries. On the third of May the brig Adelaide arrived from Lisbon
-with cork, salt and oranges under Captain Moreira. On the fifth the schooner Wren came in from Bergen with dried cod
-and timber under Captain Solheim. On the ninth the barque Constance put in for repairs after losing her foremast in a
-gale off Ushant. Her cargo of Baltic hemp was dry, and she sailed again on the fourteenth."""
+LEDGER = """The harbour master keeps a ledger of every vessel that enters the bay. Each entry names
+the ship, its captain, the port it sailed from and the cargo it carries. On the third of May the
+brig Adelaide arrived from Lisbon with cork, salt and oranges under Captain Moreira. On the fifth
+the schooner Wren came in from Bergen with dried cod and timber under Captain Solheim. On the ninth
+the barque Constance put in for repairs after losing her foremast in a gale off Ushant. Her cargo of
+Baltic hemp was dry, and she sailed again on the fourteenth."""
 
 TASKS = {
     "copies": f"Repeat the following text exactly, word for word:\n\n{LEDGER}",

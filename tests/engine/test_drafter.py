@@ -45,7 +45,7 @@ def naive(text: list[int], limit: int, shortest: int, longest: int) -> list[int]
         end = text[-length:]
         for at in range(len(text) - 1, length - 1, -1):
             if text[at - length : at] == end:
-                grown = text + [text[at]]
+                grown = [*text, text[at]]
                 for _ in range(limit - 1):
                     grown.append(grown[at + len(grown) - len(text)])
                 return grown[len(text) :][:limit]

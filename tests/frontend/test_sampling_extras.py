@@ -42,8 +42,8 @@ def test_prompt_logprobs_with_the_prompt_cached_and_in_pieces(make_frontend: Cal
     answers = []
     for chunk in (512, 37, 1):
         llm = LLM.from_frontend(make_frontend(max_num_batched_tokens=chunk))
-        for _ in range(2):
-            answers.append(llm.generate(long, params(n=2, prompt_logprobs=1))[0].prompt_logprobs)
+        scored = params(n=2, prompt_logprobs=1)
+        answers += [llm.generate(long, scored)[0].prompt_logprobs for _ in range(2)]
     assert answers[0] is not None
     assert all(answer == answers[0] for answer in answers)
 
