@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
     from headrace.engine.request import SamplingParams
+    from headrace.frontend.beam_search import BeamSearchParams
     from headrace.frontend.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CacheConfig",
     "ModelConfig",
     "SamplingParams",
@@ -22,6 +24,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "headrace.frontend.llm",
+    "BeamSearchParams": "headrace.frontend.beam_search",
     "SamplingParams": "headrace.engine.request",
     "ModelConfig": "headrace.engine.config",
     "CacheConfig": "headrace.engine.config",

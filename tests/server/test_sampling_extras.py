@@ -8,9 +8,19 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace import LLM, BeamSearchParams
 from headrace.engine.config import SpeculativeConfig
 from headrace.frontend.frontend import Frontend
-from tests.server.small_server import EOS, connected, events, small_app, small_frontend
+from tests.server.small_server import (
+    EOS,
+    RawClient,
+    connected,
+    events,
+    idle,
+    small_app,
+    small_frontend,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -139,3 +149,51 @@ async def test_drafts_in_the_metrics_and_several_tokens_in_a_chunk(frontend: Fro
         for at in range(8)
     ]
     assert sum(per_position) == accepted
+
+
+async def test_beams(frontend: Frontend) -> None:
+    """The n best answers, best first, the same as in Python."""
+    llm = LLM.from_frontend(frontend)
+    beams = BeamSearchParams(beam_width=4, max_tokens=7, length_penalty=0.5)
+    expected = [output.text for output in llm.beam_search("abc", beams)[0].outputs]
+    body = {"prompt": ["abc", "x"], "max_tokens": 7, "use_beam_search": True, "num_beams": 4}
+    answer = (await post(frontend, TEXT, body | {"n": 3, "length_penalty": 0.5})).json()
+    assert [choice["text"] for choice in answer["choices"][:3]] == expected[:3]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert answer["usage"]["prompt_tokens"] == 4
+    assert answer["usage"]["completion_tokens"] <= 42
+    chat = {"messages": USER, "max_tokens": 3, "n": 2, "use_beam_search": True, "early_stopping": "never"}
+    assert len((await post(frontend, CHAT, chat)).json()["choices"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"stop": ["x"]}, "stop"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"n": 3, "num_beams": 2}, "n"),
+        ({"n": 11}, "n"),
+        ({"num_beams": 11}, "num_beams"),
+        ({"use_beam_search": False, "num_beams": 2}, "num_beams"),
+        ({"early_stopping": "soon"}, "early_stopping"),
+    ],
+)
+async def test_bad_beams(frontend: Frontend, changes: dict[str, Any], param: str) -> None:
+    response = await post(frontend, TEXT, {"prompt": "abc", "use_beam_search": True} | changes)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_leaving_ends_the_beams() -> None:
+    """Whoever closed the connection left a search running to its end."""
+    frontend = small_frontend(step_s=0.01)
+    body = {"prompt": "abc", "max_tokens": 400, "use_beam_search": True, "num_beams": 3, "ignore_eos": True}
+    client = RawClient(small_app(frontend), TEXT, body)
+    await until(lambda: frontend.client.stats().generation_tokens > 20)
+    client.leave()
+    await client.task
+    await until(lambda: idle(frontend))
+    made = frontend.client.stats().generation_tokens
+    assert made < 300
+    frontend.close()

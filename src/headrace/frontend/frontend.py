@@ -34,6 +34,7 @@ class Frontend:
     """Tokenises, submits, and turns tokens back into text; thread-safe, and never on the engine's thread.
 
     ``max_model_len``: tokens of prompt and output together that one sequence may have.
+    ``eos_token_ids``: tokens that end an answer.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, model_name: str) -> None:
@@ -41,7 +42,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.max_model_len = client.max_model_len
-        self._eos_token_ids = [i for i in tokenizer.eos_token_ids if i < client.architecture.vocab_size]
+        self.eos_token_ids = [i for i in tokenizer.eos_token_ids if i < client.architecture.vocab_size]
         self._prefix = os.urandom(4).hex()
         self._numbers = itertools.count()  # next() on it is atomic
         self._lock = threading.Lock()
@@ -151,7 +152,7 @@ class Frontend:
             request_id=request_id or f"{self._prefix}-{next(self._numbers)}",
             prompt_token_ids=list(prompt_token_ids),
             params=params,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             priority=priority,
             arrival_time=time.monotonic(),
             cache_salt=cache_salt,

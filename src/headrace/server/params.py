@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.engine.request import SamplingParams
+from headrace.frontend.beam_search import BeamSearchParams
 from headrace.server.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -27,6 +28,19 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = request.logprobs
     return params
+
+
+def beam_params(request: GenerationRequest, params: SamplingParams, room: int) -> BeamSearchParams | None:
+    """How beams are searched, if that is asked for. ``room``: most tokens of an answer without a limit."""
+    if not request.use_beam_search:
+        return None
+    return BeamSearchParams(
+        beam_width=request.num_beams or params.n,
+        max_tokens=params.max_tokens or room,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=request.early_stopping or False,
+        ignore_eos=params.ignore_eos,
+    )
 
 
 def _common(request: GenerationRequest) -> SamplingParams:

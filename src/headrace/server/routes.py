@@ -16,7 +16,7 @@ from headrace.server.chat import ChatAnswer
 from headrace.server.completions import CompletionAnswer
 from headrace.server.generation import Generation
 from headrace.server.http import EventStream, read_body, while_connected
-from headrace.server.params import chat_params, completion_params
+from headrace.server.params import beam_params, chat_params, completion_params
 from headrace.server.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from headrace.server.responses import error_event
 from headrace.server.state import ServerState, unique_id
@@ -140,7 +140,8 @@ class GenerationRoutes:
 
         async def work() -> Response:
             prompts = await _off_loop(tokenise, size)
-            await generation.start(prompts, params, request.priority or 0)
+            beams = beam_params(request, params, frontend.max_model_len)
+            await generation.start(prompts, params, request.priority or 0, beams)
             if request.stream:
                 await generation.first()
                 events = _Events(self._state, generation, answer, line)
