@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import chat, doctor, models, serve
+from headrace.cli import chat, doctor, eval, models, serve
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.command()(chat.chat)
 app.add_typer(models.app, name="models")
+app.command(name="eval")(eval.evaluate)
 app.command()(doctor.doctor)
 
 
