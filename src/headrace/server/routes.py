@@ -16,7 +16,7 @@ from headrace.server.chat import ChatAnswer
 from headrace.server.completions import CompletionAnswer
 from headrace.server.generation import Generation
 from headrace.server.http import EventStream, read_body, while_connected
-from headrace.server.params import chat_params, completion_params
+from headrace.server.params import beam_params, chat_params, completion_params
 from headrace.server.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from headrace.server.responses import error_event
 from headrace.server.state import ServerState, unique_id
@@ -55,10 +55,12 @@ class GenerationRoutes:
         messages = requests.message_dicts(request.messages)
         opening = request.add_generation_prompt is not False
 
-        def tokenise() -> list[list[int]]:
-            return [frontend.encode_chat(messages, add_generation_prompt=opening, **extra)]
-
         params = chat_params(request)
+
+        def tokenise() -> list[list[int]]:
+            ids = frontend.encode_chat(messages, add_generation_prompt=opening, **extra)
+            return [frontend.truncate(ids, params)]
+
         answer = ChatAnswer(
             id=unique_id("chatcmpl"),
             model=request.model or self._state.names[0],
@@ -66,6 +68,7 @@ class GenerationRoutes:
             tokenizer=frontend.tokenizer,
             n=params.n,
             wants_logprobs=bool(request.logprobs),
+            wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
         )
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
@@ -82,13 +85,22 @@ class GenerationRoutes:
                 param="prompt",
             )
 
-        def tokenise() -> list[list[int]]:
-            return [frontend.encode_prompt(prompt) for prompt in prompts]
-
         params = completion_params(request)
         echo: list[str] = []
-        if request.echo:
-            echo = [p if isinstance(p, str) else frontend.tokenizer.decode(p) for p in prompts]
+        first_tokens: list[int] = []
+
+        def tokenise() -> list[list[int]]:
+            out = []
+            for prompt in prompts:
+                whole = frontend.encode_prompt(prompt)
+                ids = frontend.truncate(whole, params)
+                if request.echo:
+                    as_given = isinstance(prompt, str) and len(ids) == len(whole)
+                    echo.append(str(prompt) if as_given else frontend.tokenizer.decode(ids))
+                    first_tokens.append(ids[0])
+                out.append(ids)
+            return out
+
         answer = CompletionAnswer(
             id=unique_id("cmpl"),
             model=request.model or self._state.names[0],
@@ -97,8 +109,10 @@ class GenerationRoutes:
             n=params.n,
             prompts=len(prompts),
             wants_logprobs=request.logprobs is not None,
+            wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
             echo=echo,
+            first_tokens=first_tokens,
         )
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
 
@@ -126,7 +140,8 @@ class GenerationRoutes:
 
         async def work() -> Response:
             prompts = await _off_loop(tokenise, size)
-            await generation.start(prompts, params, request.priority or 0)
+            beams = beam_params(request, params, frontend.max_model_len)
+            await generation.start(prompts, params, request.priority or 0, beams)
             if request.stream:
                 await generation.first()
                 events = _Events(self._state, generation, answer, line)
