@@ -14,15 +14,17 @@ void quantise(const float*, size_t, uint8_t*, int, int, int);
 void glu(const float*, size_t, int, int, float*, size_t, uint8_t*, int, int, int);
 void rope(const RopeArgs&, int, int);
 void attention(const AttentionArgs&);
-void embed(const WeightFormat&, const uint8_t*, int, int, const int32_t*, float, float*, size_t, int, int);
+void embed(const WeightFormat&, const uint8_t*, int, int, const int32_t*, float, bool, float*, size_t, int,
+           int);
+void pool(const PoolArgs&);
 void softcap(float*, size_t, float);
 void sample_row(float*, int32_t, const SamplingRow&, void*, SampledRow*);
 }  // namespace HR_ISA
 
 const Kernels& HR_JOIN(HR_ISA, _kernels)() {
-  static const Kernels table{HR_STRINGIFY(HR_ISA), HR_ISA::matmul,    HR_ISA::norm,      HR_ISA::quantise,
-                             HR_ISA::glu,          HR_ISA::rope,      HR_ISA::attention, HR_ISA::embed,
-                             HR_ISA::softcap,      HR_ISA::sample_row};
+  static const Kernels table{HR_STRINGIFY(HR_ISA), HR_ISA::matmul,  HR_ISA::norm,      HR_ISA::quantise,
+                             HR_ISA::glu,          HR_ISA::rope,    HR_ISA::attention, HR_ISA::embed,
+                             HR_ISA::pool,         HR_ISA::softcap, HR_ISA::sample_row};
   return table;
 }
 
