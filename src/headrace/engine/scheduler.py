@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from headrace.backend.batch import Batch, StepResult
+from headrace.backend.batch import Batch, Float32, StepResult
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.request import EngineOutput, EngineRequest, TokenLogprobs
@@ -30,11 +30,20 @@ class Scheduler:
     - when a running sequence needs a block and there is none, the last in order gives up its blocks and goes
       back to its place in the waiting line, keeping its tokens. The first in order is never the victim of
       another, so it always finishes: there is no livelock.
+
+    ``whole``: for encoders, which need all of a sequence's tokens in one step; it ends with that step.
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCache, *, vocab_size: int, max_model_len: int
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCache,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        whole: bool = False,
     ) -> None:
+        self._whole = whole
         self.max_model_len = max_model_len
         self.num_preemptions = 0
         self.prompt_tokens = 0
@@ -136,7 +145,10 @@ class Scheduler:
                 continue
             seq.num_computed_tokens += seq.num_scheduled
             self._kv.commit(seq)
-            if samples:
+            if samples and result.vectors is not None:
+                outputs.append(self._embedded(seq, result.vectors[row], now))
+                row += 1
+            elif samples:
                 outputs.append(self._extend(seq, tokens[row], _logprobs(seq, result, row), now))
                 row += 1
         self._in_flight = []
@@ -163,6 +175,8 @@ class Scheduler:
         index = 0
         while budget > 0 and self._free_rows and index < len(self._waiting):
             seq = self._waiting[index]
+            if self._whole and seq.num_lacking > budget:
+                return  # the next step has room for it
             prefix = self._kv.find_prefix(seq)
             if prefix is None:
                 index += 1  # another computes its next block: those behind may go first
@@ -170,7 +184,8 @@ class Scheduler:
             seq.row = self._free_rows[-1]
             # Each running sequence will soon need one block more: without them the newcomer would be the
             # next victim.
-            if not self._kv.admit(seq, prefix, headroom=len(self._running)):
+            headroom = 0 if self._whole else len(self._running)
+            if not self._kv.admit(seq, prefix, headroom=headroom):
                 seq.row = -1
                 return
             self._free_rows.pop()
@@ -228,6 +243,13 @@ class Scheduler:
         if reason is not None:
             self._remove(seq)
         return seq.token_output(token, logprobs, reason)
+
+    def _embedded(self, seq: Sequence, vector: Float32, now: float) -> EngineOutput:
+        seq.first_token_time = now
+        self._remove(seq)
+        output = seq.output("stop")
+        output.vector = vector.astype("<f4", copy=False).tobytes()
+        return output
 
     def _remove(self, seq: Sequence) -> None:
         """Forget a sequence wherever it is, and its request with the last one."""
