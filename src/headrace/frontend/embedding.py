@@ -132,8 +132,7 @@ def check_dimensions(dimensions: int | None, available: int) -> None:
     """Raise InvalidRequestError unless a vector of ``available`` dimensions can be cut to ``dimensions``."""
     if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= available):
         raise InvalidRequestError(
-            f"dimensions must be a whole number from 1 to {available}, the model's own, not "
-            f"{dimensions!s:.40}.",
+            f"dimensions must be a whole number from 1 to {available}, which the model has.",
             param="dimensions",
         )
 

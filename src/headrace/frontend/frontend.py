@@ -85,7 +85,7 @@ class Frontend:
         if limit is not None:
             if type(limit) is not int or not (limit == -1 or 1 <= limit <= longest):
                 raise InvalidRequestError(
-                    f"truncate_prompt_tokens must be -1, or from 1 to {longest}, not {limit!s:.40}.",
+                    f"truncate_prompt_tokens must be -1, or from 1 to {longest}.",
                     param="truncate_prompt_tokens",
                 )
             limit = longest if limit == -1 else limit

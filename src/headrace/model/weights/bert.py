@@ -160,7 +160,7 @@ def _pooling(module: Keys, hidden: int, folder: Path) -> Literal["mean", "cls"]:
         "weightedmean": keys.flag("pooling_mode_weightedmean_tokens", False),
         "lasttoken": keys.flag("pooling_mode_lasttoken", False),
     }
-    chosen = [mode for mode, on in modes.items() if on] or ["mean"]
+    chosen = [mode for mode, on in modes.items() if on] or [keys.text("pooling_mode", "mean")]
     if chosen == ["mean"]:
         return "mean"
     if chosen == ["cls"]:

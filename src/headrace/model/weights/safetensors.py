@@ -93,6 +93,8 @@ class SafetensorsCheckpoint:
     def fingerprint(self) -> str:
         """Identifies the source cheaply: size, mtime, inode of every file, and the load-time quantisation."""
         digest = hashlib.sha256(repr(self._quantization).encode())
+        if self.architecture.encoder is not None:  # read from further files: equal ones give equal vectors
+            digest.update(repr(self.architecture.encoder).encode())
         for source in self._sources:
             stat = source.stat()
             digest.update(f"|{source.name}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}".encode())
