@@ -47,8 +47,8 @@ def varied_texts() -> list[str]:
         snippet = _SNIPPETS[rng.integers(len(_SNIPPETS))]
         cut = snippet[: rng.integers(0, len(snippet))]
         texts.append(" ".join([*words[start : start + length], cut]))
-    for length in np.linspace(40, 500, 12).astype(int).tolist():
-        start = int(rng.integers(0, len(words) - 500))
+    for length in np.linspace(40, 650, 12).astype(int).tolist():
+        start = int(rng.integers(0, len(words) - 650))
         texts.append(" ".join(words[start : start + length]))
     return texts
 
