@@ -60,13 +60,19 @@ HR_INLINE void weigh_values(float* const* acc, const float (*p)[kTile], const ui
     for (int c = 0; c < DC; ++c) store(acc[i] + d + 16 * c, a[i][c]);
 }
 
+template <int NQ>
+inline void weigh(float* const* acc, const float (*p)[kTile], const uint16_t* const* values, int head_dim,
+                  int padded, int begin, int end) {
+  if (begin >= end) return;
+  int d = 0;
+  for (; d + 64 <= padded; d += 64) weigh_values<NQ, 4>(acc, p, values, head_dim, d, begin, end);
+  for (; d < padded; d += 16) weigh_values<NQ, 1>(acc, p, values, head_dim, d, begin, end);
+}
+
 // Turns one vector's scores into weights in place and folds them into its state. [begin, end) is what it may
 // see.
 HR_INLINE void soften(float* scores, int begin, int end, float softcap, State s, int vector, int padded) {
-  if (begin >= end) {
-    for (int b = 0; b < kTileBlocks; ++b) store(scores + 16 * b, zero());
-    return;
-  }
+  if (begin >= end) return;
   const Vec masked = set1(-INFINITY);
   Vec top = masked;
   for (int b = 0; b < kTileBlocks; ++b) {
@@ -110,19 +116,22 @@ HR_INLINE void attend_tile(const float* const* q, const uint16_t* const* keys, c
   for (; b < blocks; ++b) score_blocks<NQ, 1>(q, keys, head_dim, scores, b);
   for (; b < kTileBlocks; ++b)
     for (int i = 0; i < NQ; ++i) store(scores[i] + 16 * b, zero());
-  int from = kTile, to = 0;
+  // Each vector adds the values that it sees and no others, in order: what all of them see together, the
+  // edges alone. (A weight of zero would not keep a neighbour's NaN out.)
+  int from = 0, to = kTile;
   float* acc[NQ];
   for (int i = 0; i < NQ; ++i) {
     soften(scores[i], begin[i], end[i], softcap, s, first_vector + i, padded);
-    if (begin[i] < end[i]) {
-      from = begin[i] < from ? begin[i] : from;
-      to = end[i] > to ? end[i] : to;
-    }
+    from = begin[i] > from ? begin[i] : from;
+    to = end[i] < to ? end[i] : to;
     acc[i] = s.acc + static_cast<size_t>(first_vector + i) * padded;
   }
-  int d = 0;
-  for (; d + 64 <= padded; d += 64) weigh_values<NQ, 4>(acc, scores, values, head_dim, d, from, to);
-  for (; d < padded; d += 16) weigh_values<NQ, 1>(acc, scores, values, head_dim, d, from, to);
+  if (from >= to) from = to = kTile;
+  for (int i = 0; i < NQ; ++i)
+    weigh<1>(acc + i, scores + i, values, head_dim, padded, begin[i], end[i] < from ? end[i] : from);
+  weigh<NQ>(acc, scores, values, head_dim, padded, from, to);
+  for (int i = 0; i < NQ; ++i)
+    weigh<1>(acc + i, scores + i, values, head_dim, padded, begin[i] > to ? begin[i] : to, end[i]);
 }
 
 HR_INLINE void clear(State s, int vectors, int padded) {

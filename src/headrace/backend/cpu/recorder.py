@@ -349,9 +349,7 @@ class Recorder:
             if operand in ("input", "output") and row["op"] != Op.ANGLES:
                 row[f"{operand}_stride"] = buffer.row_bytes
         logits = self.buffers["logits"]
-        # An operand that starts some columns in is checked for whole rows from there: keep one row of margin.
-        margin = max(buffer.row_bytes for buffer in self.buffers.values())
-        return Recording(np.stack(self.out), offset + margin, constants, logits.offset, logits.row_bytes)
+        return Recording(np.stack(self.out), offset, constants, logits.offset, logits.row_bytes)
 
 
 def _role(node: Node) -> str:
