@@ -52,7 +52,10 @@ def test_quantised_tensors_come_back(isa: str, tensor: QuantTensor) -> None:
 
 @random_shapes
 @given(
-    n=st.integers(1, 40), k=st.integers(1, 70), kind=st.sampled_from(["float16", "bfloat16", "float32"]), seed=st.integers(0, 99)
+    n=st.integers(1, 40),
+    k=st.integers(1, 70),
+    kind=st.sampled_from(["float16", "bfloat16", "float32"]),
+    seed=st.integers(0, 99),
 )
 def test_dense_tensors_come_back_exactly(isa: str, n: int, k: int, kind: str, seed: int) -> None:
     dtype: Any = ml_dtypes.bfloat16 if kind == "bfloat16" else np.dtype(kind)

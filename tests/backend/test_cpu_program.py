@@ -95,12 +95,16 @@ BAD_BATCHES: dict[str, Any] = {
     "position beyond": lambda b: {"positions": edited(b.positions, 39, 64)},
     "position negative": lambda b: {"positions": edited(b.positions, 0, -1)},
     "position skipped": lambda b: {"positions": edited(b.positions, 5, 6)},
-    "slot beyond": lambda b: {"slot_mapping": first(b.slot_mapping, edited(b.slot_mapping[0], 2, BLOCKS * 16))},
+    "slot beyond": lambda b: {
+        "slot_mapping": first(b.slot_mapping, edited(b.slot_mapping[0], 2, BLOCKS * 16))
+    },
     "slot negative": lambda b: {"slot_mapping": first(b.slot_mapping, edited(b.slot_mapping[0], 2, -1))},
     "block beyond": lambda b: {"block_tables": first(b.block_tables, edited(b.block_tables[0], 0, BLOCKS))},
     "block negative": lambda b: {"block_tables": first(b.block_tables, edited(b.block_tables[0], 1, -1))},
     "block enormous": lambda b: {"block_tables": first(b.block_tables, edited(b.block_tables[0], 2, SMALL))},
-    "table too narrow": lambda b: {"block_tables": tuple(np.ascontiguousarray(t[:, :1]) for t in b.block_tables)},
+    "table too narrow": lambda b: {
+        "block_tables": tuple(np.ascontiguousarray(t[:, :1]) for t in b.block_tables)
+    },
     "table without columns": lambda b: {"block_tables": tuple(t[:, :0].copy() for t in b.block_tables)},
     "table with a row too few": lambda b: {"block_tables": tuple(t[:2] for t in b.block_tables)},
     "tables of one group too few": lambda b: {"block_tables": b.block_tables[1:]},
@@ -211,7 +215,9 @@ def test_no_logit_rows_at_all(runner: CpuRunner, expected: Float32) -> None:
 INDEX_FIELDS = ("token_ids", "positions", "query_start", "context_len", "logit_rows")
 numbers = st.one_of(
     st.integers(-2, 70),
-    st.sampled_from([BIG, SMALL, BIG - 15, VOCAB - 1, VOCAB, BLOCKS * 16 - 1, BLOCKS * 16, BLOCKS - 1, BLOCKS]),
+    st.sampled_from(
+        [BIG, SMALL, BIG - 15, VOCAB - 1, VOCAB, BLOCKS * 16 - 1, BLOCKS * 16, BLOCKS - 1, BLOCKS]
+    ),
 )
 
 
@@ -276,7 +282,11 @@ class Parts:
         scratch = np.zeros(self.recording.scratch_bytes, np.uint8)
         for offset, values in self.recording.constants:
             scratch[offset : offset + values.nbytes] = values.view(np.uint8)
-        return [self.weights.data, scratch, *(np.zeros(BLOCKS * size + 64, np.uint8) for size in self.block_bytes)]
+        return [
+            self.weights.data,
+            scratch,
+            *(np.zeros(BLOCKS * size + 64, np.uint8) for size in self.block_bytes),
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -334,10 +344,22 @@ BAD_FIELDS: dict[Op, list[tuple[str, int]]] = {
     Op.EMBED: [
         *[("i0", 0), ("i0", -64), ("i0", BIG), ("i1", 32), ("i1", BIG), ("logit_rows", 1)],
         *[("format.kind", 4), ("format.kind", -1), ("format.group", 0), ("format.scale_bytes", 3)],
-        *[("format.zero_point", -1), ("format.zero_point", 256), ("weight.base", -1), ("weight.offset", HUGE)],
+        *[
+            ("format.zero_point", -1),
+            ("format.zero_point", 256),
+            ("weight.base", -1),
+            ("weight.offset", HUGE),
+        ],
         *[("output.base", -1), ("output_stride", 4), ("output_stride", -256), ("output_stride", HUGE)],
     ],
-    Op.ANGLES: [("i0", 0), ("i0", 33), ("i0", BIG - 1), ("weight.offset", 4), ("weight.base", -1), ("logit_rows", 1)],
+    Op.ANGLES: [
+        ("i0", 0),
+        ("i0", 33),
+        ("i0", BIG - 1),
+        ("weight.offset", 4),
+        ("weight.base", -1),
+        ("logit_rows", 1),
+    ],
     Op.NORM: [
         *[("i0", 0), ("i0", BIG), ("i0", 1 << 20), ("i2", 1), ("input.base", -1), ("weight.base", -1)],
         *[("input_stride", HUGE), ("input_stride", -4), ("output_stride", 0), ("output2.offset", HUGE)],
@@ -352,19 +374,38 @@ BAD_FIELDS: dict[Op, list[tuple[str, int]]] = {
     Op.ROPE: [
         *[("heads", 0), ("heads", 3), ("heads", BIG), ("kv_heads", 0), ("kv_heads", -1), ("head_dim", 0)],
         *[("head_dim", 1 << 25), ("kv_offset", -4), ("kv_offset", HUGE), ("kv_offset", 1 << 20), ("i0", 34)],
-        *[("i0", -2), ("i0", 31), ("q_offset", -1), ("k_offset", BIG), ("v_offset", 1 << 20), ("logit_rows", 1)],
+        *[
+            ("i0", -2),
+            ("i0", 31),
+            ("q_offset", -1),
+            ("k_offset", BIG),
+            ("v_offset", 1 << 20),
+            ("logit_rows", 1),
+        ],
         *[("weight.offset", HUGE), ("weight2.offset", HUGE), ("input.offset", HUGE)],
     ],
     Op.ATTENTION: [
         *[("heads", 6), ("heads", 1 << 20), ("kv_heads", 3), ("head_dim", -1), ("kv_offset", 1 << 20)],
-        *[("q_offset", -1), ("q_offset", 1 << 20), ("input.base", -1), ("input_stride", HUGE), ("logit_rows", 1)],
+        *[
+            ("q_offset", -1),
+            ("q_offset", 1 << 20),
+            ("input.base", -1),
+            ("input_stride", HUGE),
+            ("logit_rows", 1),
+        ],
     ],
     Op.GLU: [
         *[("i0", 0), ("i0", 1 << 20), ("i1", -1), ("i1", BIG), ("i1", 1 << 24), ("i2", 3), ("i2", -1)],
         *[("input.base", -1), ("output2.offset", HUGE), ("output2.offset", 2)],
     ],
     Op.SOFTCAP: [("i0", 0), ("i0", 1 << 20), ("output_stride", 8)],
-    Op.SAMPLE: [("input.base", -1), ("input.offset", HUGE), ("input_stride", 16), ("logit_rows", 0), ("input.base", 0)],
+    Op.SAMPLE: [
+        ("input.base", -1),
+        ("input.offset", HUGE),
+        ("input_stride", 16),
+        ("logit_rows", 0),
+        ("input.base", 0),
+    ],
 }
 
 
@@ -469,7 +510,14 @@ def test_instructions_come_whole(parts: Parts) -> None:
 PATHS = [
     *["op", "logit_rows", "kv_group", "input.base", "input.offset", "output.base", "output.offset"],
     *["output2.base", "output2.offset", "weight.base", "weight.offset", "weight2.base", "weight2.offset"],
-    *["input_stride", "output_stride", "kv_offset", "format.kind", "format.scale_bytes", "format.has_minimum"],
+    *[
+        "input_stride",
+        "output_stride",
+        "kv_offset",
+        "format.kind",
+        "format.scale_bytes",
+        "format.has_minimum",
+    ],
     *["format.group", "format.zero_point", "i0", "i1", "i2", "i3", "heads", "kv_heads", "head_dim", "window"],
     *["q_offset", "k_offset", "v_offset"],
 ]
@@ -485,12 +533,16 @@ def test_random_instructions_never_crash(parts: Parts, runner: CpuRunner, data: 
         row = changed[data.draw(st.integers(0, len(changed) - 1))]
         path = data.draw(st.sampled_from(PATHS))
         small = st.one_of(
-            st.integers(-1, 40), st.integers(-70, 5000), st.sampled_from([64, 96, 128, 256, BIG, SMALL, 1 << 20])
+            st.integers(-1, 40),
+            st.integers(-70, 5000),
+            st.sampled_from([64, 96, 128, 256, BIG, SMALL, 1 << 20]),
         )
         wide = path in FIELDS_OF_64_BITS or path.endswith("stride") or path == "kv_offset"
         if wide:
             top = parts.recording.scratch_bytes
-            small = st.one_of(small, st.integers(-8, top + 64).map(lambda x: x // 4 * 4), st.integers(-HUGE, HUGE))
+            small = st.one_of(
+                small, st.integers(-8, top + 64).map(lambda x: x // 4 * 4), st.integers(-HUGE, HUGE)
+            )
         set_field(row, path, data.draw(small))
     try:
         program = parts.build(changed)

@@ -35,9 +35,7 @@ def norm(x: Float32, weight: Float32, eps: float, layer: bool, isa: str) -> Floa
     shift=st.sampled_from([0.0, 3.0]),
     seed=seeds,
 )
-def test_norms(
-    isa: str, rows: int, width: int, layer: bool, magnitude: int, shift: float, seed: int
-) -> None:
+def test_norms(isa: str, rows: int, width: int, layer: bool, magnitude: int, shift: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     x = ((rng.standard_normal((rows, width)) + shift) * 10.0**magnitude).astype(np.float32)
     weight = rng.standard_normal(width).astype(np.float32)
@@ -87,9 +85,7 @@ def activate(x: Float64, activation: str) -> Float64:
     magnitude=st.sampled_from([0.001, 1.0, 8.0, 60.0]),
     seed=seeds,
 )
-def test_gated_units(
-    isa: str, activation: str, rows: int, width: int, magnitude: float, seed: int
-) -> None:
+def test_gated_units(isa: str, activation: str, rows: int, width: int, magnitude: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     gate = (rng.standard_normal((rows, width)) * magnitude).astype(np.float32)
     up = rng.standard_normal((rows, width)).astype(np.float32)
@@ -124,7 +120,10 @@ def test_gated_units_far_out(isa: str, activation: str) -> None:
 
 @random_shapes
 @given(
-    count=st.integers(1, 100), cap=st.sampled_from([3.0, 30.0, 50.0]), magnitude=st.floats(0.01, 10), seed=seeds
+    count=st.integers(1, 100),
+    cap=st.sampled_from([3.0, 30.0, 50.0]),
+    magnitude=st.floats(0.01, 10),
+    seed=seeds,
 )
 def test_softcap(isa: str, count: int, cap: float, magnitude: float, seed: int) -> None:
     x = (np.random.default_rng(seed).standard_normal((1, count)) * cap * magnitude).astype(np.float32)
@@ -164,7 +163,10 @@ def test_rotation_and_kv_write(
     angles = rng.uniform(-math.pi, math.pi, (tokens, rope_dim // 2))
     turns = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
-    first, second = qkv[:, : heads + kv_heads, : rope_dim // 2], qkv[:, : heads + kv_heads, rope_dim // 2 : rope_dim]
+    first, second = (
+        qkv[:, : heads + kv_heads, : rope_dim // 2],
+        qkv[:, : heads + kv_heads, rope_dim // 2 : rope_dim],
+    )
     cos, sin = (part[:, None] for part in np.split(turns, 2, axis=1))
     turned = qkv.copy()
     turned[:, : heads + kv_heads, : rope_dim // 2] = first * cos - second * sin
@@ -177,7 +179,9 @@ def test_rotation_and_kv_write(
     expected.write(slots, turned[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :])
     got = qkv.reshape(tokens, -1).copy()
     _native.rope(isa, got, heads, kv_heads, turns, scale, pool.data, slots.astype(np.int32))
-    np.testing.assert_array_equal(got.reshape(qkv.shape)[:, : heads + kv_heads], turned[:, : heads + kv_heads])
+    np.testing.assert_array_equal(
+        got.reshape(qkv.shape)[:, : heads + kv_heads], turned[:, : heads + kv_heads]
+    )
     np.testing.assert_array_equal(pool.data, expected.data)
 
 

@@ -25,9 +25,7 @@ from tests.model.tiny import CASES
 
 pytestmark = pytest.mark.native
 
-SETTINGS = RunnerSettings(
-    num_blocks=12, max_batch_tokens=64, max_sequences=64, max_model_len=64, threads=1
-)
+SETTINGS = RunnerSettings(num_blocks=12, max_batch_tokens=64, max_sequences=64, max_model_len=64, threads=1)
 POISON = 9  # the token id whose embedding is NaN
 CLEAN = [list(range(10, 29)), [3, 1, 4, 1, 5]]
 
@@ -114,7 +112,9 @@ def test_closing_twice_is_fine_and_running_after_it_is_not(folder: Path) -> None
             call(clean_batch())
 
 
-def test_a_poisoned_sequence_fails_alone(folder: Path, poisoned: SafetensorsCheckpoint, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poisoned_sequence_fails_alone(
+    folder: Path, poisoned: SafetensorsCheckpoint, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neighbours keep every bit, and so do the poisoned sequence's own tokens before the poison."""
     monkeypatch.setenv("HEADRACE_ISA", isa)
     clean, runner = open_runner(folder), open_cpu_runner(poisoned, SETTINGS)

@@ -125,7 +125,11 @@ def test_the_same_bits_in_any_chunks_company_and_threads(tiny: Tiny, mode: str, 
     blocks = [order[:5], order[5:10], order[10:15]]
     first = [Piece(prompt[:23], 0, blocks[1]), Piece(prompt[:40], 0, blocks[2])]
     runner.logits(batch_of(first, "last", tiny.groups))
-    second = [Piece(prompt, 0, blocks[0]), Piece(prompt[23:60], 23, blocks[1]), Piece([prompt[40]], 40, blocks[2])]
+    second = [
+        Piece(prompt, 0, blocks[0]),
+        Piece(prompt[23:60], 23, blocks[1]),
+        Piece([prompt[40]], 40, blocks[2]),
+    ]
     mixed = batch_of(second, "all", tiny.groups)
     together = runner.logits(mixed)
     np.testing.assert_array_equal(together, np.concatenate([alone, alone[23:60], alone[40:41]]))

@@ -203,7 +203,9 @@ def test_two_processes_pack_at_once(folder: Path, cache: Path) -> None:
 def test_a_full_disk_says_what_to_do_and_leaves_nothing(folder: Path, cache: Path) -> None:
     """A limit on the size of files fails in the same place as a disk without room."""
     limit = (20_000, 20_000)
-    result = run_python(PACK, str(folder), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    result = run_python(
+        PACK, str(folder), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    )
     assert result.returncode == 3, result.stderr
     assert str(cache) in result.stdout
     assert "HEADRACE_CACHE" in result.stdout
