@@ -181,7 +181,8 @@ class KVPool:
 
 
 def bf16_bits(x: Float32) -> NDArray[np.uint16]:
-    return x.astype(ml_dtypes.bfloat16).view(np.uint16)
+    with np.errstate(invalid="ignore"):  # NaN is among what is converted
+        return x.astype(ml_dtypes.bfloat16).view(np.uint16)
 
 
 def bf16(x: Float32) -> Float32:

@@ -74,7 +74,8 @@ def test_smollm2_against_float32(smollm2_path: Path, two_threads: None) -> None:
     kl = torch.cat(divergence).double().numpy()
     print(
         f"\n{agreement.size} positions of {len(prompts)} prompts: same top-1 {agreement.mean():.2%}, "
-        f"KL mean {kl.mean():.5f}, median {np.median(kl):.5f}, p99 {np.quantile(kl, 0.99):.4f}, max {kl.max():.3f}"
+        f"KL mean {kl.mean():.5f}, median {np.median(kl):.5f}, p99 {np.quantile(kl, 0.99):.4f}, "
+        f"max {kl.max():.3f}"
     )
     assert agreement.mean() >= 0.97
     assert kl.mean() <= 0.01

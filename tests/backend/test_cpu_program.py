@@ -1,4 +1,4 @@
-"""Programs and batches that are wrong: refused as a whole, whatever is wrong with them, and nothing breaks."""
+"""Programs and batches that are wrong: refused as a whole, whatever is wrong, and nothing breaks."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _open(path: Path, key: str, shapes: dict[str, Shape]) -> PackedWeights | Non
 
 
 def _fits(tensor: PackedTensor, shape: Shape, end: int) -> bool:
-    """Whether a tensor of the file has the right shape, a format that kernels know, and lies before ``end``."""
+    """Whether a tensor has the right shape, a format that kernels know, and lies before ``end``."""
     matrix = len(shape) == 2
     if (tensor.n, tensor.k) != (shape[0], shape[1] if matrix else 0) or not tensor.format.known():
         return False
