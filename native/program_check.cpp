@@ -38,7 +38,8 @@ void check_format(const WeightFormat& f) {
 
 void check_heads(const Instruction& in, int64_t block_bytes) {
   require(is_width(in.heads) && is_width(in.kv_heads) && is_width(in.head_dim) &&
-              in.heads % in.kv_heads == 0 && int64_t{in.heads} * in.head_dim <= kWidest,
+              in.heads % in.kv_heads == 0 && in.head_dim % 2 == 0 &&
+              int64_t{in.heads} * in.head_dim <= kWidest,
           "malformed heads");
   require(in.heads / in.kv_heads <= kMaxQueryVectors, "more than 64 query heads per KV head");
   const int64_t part = int64_t{4} * 16 * in.kv_heads * in.head_dim;
@@ -99,20 +100,28 @@ void Program::check_instruction(const Instruction& in) const {
 }
 
 void Program::check_operands(const Instruction& in, const std::vector<int64_t>& sizes) const {
-  const auto span = [&](const Operand& o, int64_t rows, int64_t stride, int64_t width, const char* what) {
+  const int64_t rows = in.logit_rows ? limits_.max_logit_rows : limits_.max_tokens;
+  const int64_t width = int64_t{in.i0} * 4;
+  const auto span = [&](const Operand& o, int64_t count, int64_t stride, int64_t bytes, const char* what) {
     if (o.base < 0) return;
     const auto outside = [&] { reject(std::string("operand outside of its base: ") + what); };
     if (o.base >= kKv || o.offset < 0 || o.offset % 4 != 0 || stride < 0 || stride % 4 != 0) outside();
     int64_t left = sizes[o.base];
-    if (rows > 1 && stride > left / (rows - 1)) outside();
-    left -= (rows - 1) * stride;
-    if (width > left || o.offset > left - width) outside();
+    if (count > 1 && stride > left / (count - 1)) outside();
+    left -= (count - 1) * stride;
+    if (bytes > left || o.offset > left - bytes) outside();
   };
   const auto flat = [&](const Operand& o, int64_t bytes, const char* what) { span(o, 1, 0, bytes, what); };
-  const auto written = [&](const Operand& o, int64_t rows, int64_t stride, int64_t width, const char* what) {
+  const auto written = [&](const Operand& o, int64_t count, int64_t stride, int64_t bytes, const char* what) {
     if (o.base >= 0 && o.base != kScratch) reject(std::string("operand is not in scratch: ") + what);
-    if (rows > 1 && stride < width) reject(std::string("operand's rows overlap: ") + what);
-    span(o, rows, stride, width, what);
+    if (count > 1 && stride < bytes) reject(std::string("operand's rows overlap: ") + what);
+    span(o, count, stride, bytes, what);
+  };
+  // Rows of integers hold words of 64 bits.
+  const auto quantised = [&](const Operand& o) {
+    if (o.base < 0) return;
+    if (o.offset % 8 != 0) reject("quantised rows are not aligned");
+    written(o, rows, quant_row_bytes(in.i0), quant_row_bytes(in.i0), "quantised");
   };
   const auto present = [](const Operand& o, const char* what) {
     if (o.base < 0) reject(std::string("missing operand: ") + what);
@@ -123,8 +132,6 @@ void Program::check_operands(const Instruction& in, const std::vector<int64_t>& 
   if (in.op != kSample) present(in.out, "out");
   if (in.op == kEmbed || in.op == kAngles || in.op == kNorm || in.op == kMatmul) present(in.weight, "weight");
 
-  const int64_t rows = in.logit_rows ? limits_.max_logit_rows : limits_.max_tokens;
-  const int64_t width = int64_t{in.i0} * 4;
   switch (in.op) {
     case kEmbed:
       flat(in.weight, matrix_bytes(in.format, limits_.vocab, in.i1), "embedding");
@@ -136,12 +143,14 @@ void Program::check_operands(const Instruction& in, const std::vector<int64_t>& 
     case kNorm:
       span(in.in, in.i2 ? limits_.max_tokens : rows, in.in_stride, width, "in");
       flat(in.weight, width, "norm");
-      written(in.out2, rows, quant_row_bytes(in.i0), quant_row_bytes(in.i0), "quantised");
+      quantised(in.out2);
       return written(in.out, rows, in.out_stride, width, "out");
     case kQuantise:
       span(in.in, rows, in.in_stride, width, "in");
-      return written(in.out, rows, quant_row_bytes(in.i0), quant_row_bytes(in.i0), "quantised");
+      return quantised(in.out);
     case kMatmul:
+      require(in.format.dense() || (in.in.offset % 8 == 0 && in.in_stride % 8 == 0),
+              "quantised rows are not aligned");
       span(in.in, rows, in.in_stride, in.format.dense() ? int64_t{in.i1} * 4 : quant_row_bytes(in.i1), "in");
       flat(in.weight, matrix_bytes(in.format, in.i0, in.i1), "matrix");
       flat(in.weight2, width, "bias");
@@ -161,7 +170,7 @@ void Program::check_operands(const Instruction& in, const std::vector<int64_t>& 
     }
     case kGlu:
       span(in.in, rows, in.in_stride, width + int64_t{in.i1} * 4, "in");
-      written(in.out2, rows, quant_row_bytes(in.i0), quant_row_bytes(in.i0), "quantised");
+      quantised(in.out2);
       return written(in.out, rows, in.out_stride, width, "out");
     case kSoftcap:
       return written(in.out, rows, in.out_stride, width, "out");

@@ -28,7 +28,9 @@ HR_INLINE void quantise_row(const float* x, int width, uint8_t* out) {
   float* scales = reinterpret_cast<float*>(out + QuantRow::scale_offset(padded));
   float* scaled_sums = reinterpret_cast<float*>(out + QuantRow::scaled_sum_offset(padded));
   int32_t* sums = reinterpret_cast<int32_t*>(out + QuantRow::sum_offset(padded));
-  uint8_t* wide = out + QuantRow::wide_offset(padded);
+  uint64_t* wide = reinterpret_cast<uint64_t*>(out + QuantRow::wide_offset(padded));
+  std::memset(wide, 0, 8 * QuantRow::wide_words(padded));
+  std::memset(fine, 0, static_cast<size_t>(padded));
   float tail[32] = {};
   for (int i = 0; i < width % 32; ++i) tail[i] = x[width / 32 * 32 + i];
   const auto group = [&](int g) { return 32 * g + 32 <= width ? x + 32 * g : tail; };
@@ -50,8 +52,8 @@ HR_INLINE void quantise_row(const float* x, int width, uint8_t* out) {
     store_s8(q + 32 * g + 16, qb);
     int32_t first = sum_bytes(q + 32 * g), second = sum_bytes(q + 32 * g + 16);
     float scale = (largest > kSmallest ? largest / 127.0f : 0.0f) + poison;
-    wide[g] = largest * largest > limit;
-    if (wide[g]) {
+    if (largest * largest > limit) {
+      wide[g / 64] |= uint64_t{1} << (g % 64);
       const Vec steps = set1(static_cast<float>(QuantRow::kWide));
       store_s8(fine + 32 * g, round_to_int(mul(sub(ya, to_float(qa)), steps)));
       store_s8(fine + 32 * g + 16, round_to_int(mul(sub(yb, to_float(qb)), steps)));
@@ -161,8 +163,8 @@ void glu(const float* input, size_t stride, int up_offset, int activation, float
   }
 }
 
-// KV layout of one block of one layer: per kv head, K as [head_dim][16 slots], then V as [16
-// slots][head_dim], bf16.
+// KV layout of one block of one layer, bf16: per kv head, K as [head_dim / 2][16 slots][2], then V as
+// [8 pairs of slots][head_dim][2].
 void rope(const RopeArgs& a, int row_begin, int row_end) {
   const int half = a.rope_dim / 2;
   const auto head = [&](float* x, const float* weight, const float* angles, float scale) {
@@ -195,11 +197,12 @@ void rope(const RopeArgs& a, int row_begin, int row_end) {
       float* k = x + a.k_offset + h * a.head_dim;
       const float* v = x + a.v_offset + h * a.head_dim;
       head(k, a.k_norm, angles, 1.0f);
-      uint16_t* keys = block + static_cast<size_t>(h) * 32 * a.head_dim + slot % 16;
-      uint16_t* values = block + (static_cast<size_t>(h) * 32 + 16 + slot % 16) * a.head_dim;
+      uint16_t* keys = block + static_cast<size_t>(h) * 32 * a.head_dim;
+      uint16_t* values = keys + static_cast<size_t>(16) * a.head_dim;
+      const int s = slot % 16;
       for (int d = 0; d < a.head_dim; ++d) {
-        keys[d * 16] = float_to_bf16(k[d]);
-        values[d] = float_to_bf16(v[d]);
+        keys[d / 2 * 32 + s * 2 + d % 2] = float_to_bf16(k[d]);
+        values[(static_cast<size_t>(s / 2) * a.head_dim + d) * 2 + s % 2] = float_to_bf16(v[d]);
       }
     }
   }

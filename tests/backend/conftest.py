@@ -8,9 +8,11 @@ import pytest
 
 from headrace.backend.cpu import _native
 
+_WANTED = os.environ.get("HEADRACE_ISA")
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes ``isa`` once for each path."""
-    if "isa" in metafunc.fixturenames:
-        wanted = os.environ.get("HEADRACE_ISA")
-        metafunc.parametrize("isa", [wanted] if wanted else _native.supported_isas(), scope="module")
+
+@pytest.fixture(scope="module", params=[_WANTED] if _WANTED else _native.supported_isas())
+def isa(request: pytest.FixtureRequest) -> str:
+    """A kernel path."""
+    path: str = request.param
+    return path

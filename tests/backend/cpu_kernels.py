@@ -60,7 +60,9 @@ class QuantRows:
 
     @property
     def wide(self) -> NDArray[np.bool_]:
-        return self._part(2 * self.k + self.k // 2, self.k // 32, np.uint8) != 0
+        words = self._part(2 * self.k + self.k // 2, -(-self.k // 2048), np.uint64)
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+        return bits[:, : self.k // 32] != 0
 
     def integers(self) -> NDArray[np.int64]:
         """``[rows, k]``: what each group's scale multiplies."""
@@ -161,23 +163,29 @@ class KVPool:
     def _blocks(self) -> NDArray[np.uint16]:
         return self.data[:-32].reshape(-1, self.kv_heads, 2, 16 * self.head_dim)
 
+    def _keys(self) -> NDArray[np.uint16]:
+        """A view ``[blocks, kv_heads, head_dim / 2, 16, 2]``."""
+        return self._blocks()[:, :, 0].reshape(-1, self.kv_heads, self.head_dim // 2, 16, 2)
+
+    def _values(self) -> NDArray[np.uint16]:
+        """A view ``[blocks, kv_heads, 8, head_dim, 2]``."""
+        return self._blocks()[:, :, 1].reshape(-1, self.kv_heads, 8, self.head_dim, 2)
+
     def keys(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """bf16 bits ``[slots, kv_heads, head_dim]``: K lies ``[head_dim][16]``."""
-        keys = self._blocks()[:, :, 0].reshape(-1, self.kv_heads, self.head_dim, 16)
-        return keys[slots // BLOCK_SIZE, :, :, slots % BLOCK_SIZE]
+        """bf16 bits ``[slots, kv_heads, head_dim]``."""
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        return self._keys()[block, :, :, at].reshape(len(slots), self.kv_heads, self.head_dim)
 
     def values(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """bf16 bits ``[slots, kv_heads, head_dim]``: V lies ``[16][head_dim]``."""
-        values = self._blocks()[:, :, 1].reshape(-1, self.kv_heads, 16, self.head_dim)
-        return values[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE]
+        """bf16 bits ``[slots, kv_heads, head_dim]``."""
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        return self._values()[block, :, at // 2, :, at % 2]
 
     def write(self, slots: NDArray[np.int64], k: Float32, v: Float32) -> None:
         """``k``, ``v [slots, kv_heads, head_dim]``, rounded to bf16."""
         block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        keys = self._blocks()[:, :, 0].reshape(-1, self.kv_heads, self.head_dim, 16)
-        values = self._blocks()[:, :, 1].reshape(-1, self.kv_heads, 16, self.head_dim)
-        keys[block, :, :, at] = bf16_bits(k)
-        values[block, :, at] = bf16_bits(v)
+        self._keys()[block, :, :, at] = bf16_bits(k).reshape(len(slots), self.kv_heads, -1, 2)
+        self._values()[block, :, at // 2, :, at % 2] = bf16_bits(v)
 
 
 def bf16_bits(x: Float32) -> NDArray[np.uint16]:
