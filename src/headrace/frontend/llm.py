@@ -203,6 +203,7 @@ class LLM:
             )
             for number, (search, (text, ids)) in enumerate(zip(searches, encoded, strict=True))
         ]
+
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
