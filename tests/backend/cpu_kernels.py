@@ -19,7 +19,7 @@ Float64 = NDArray[np.float64]
 WIDE = 254
 
 random_shapes = hypothesis.settings(
-    max_examples=25,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     database=None,

@@ -35,7 +35,7 @@ SETTINGS = RunnerSettings(
 PROMPTS = [list(range(10, 29)), [3, 1, 4, 1, 5], list(range(200, 216))]
 
 fuzz = settings(
-    max_examples=200,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     database=None,
