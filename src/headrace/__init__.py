@@ -6,15 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-    from headrace.engine.request import SamplingParams
+    from headrace.engine.request import SamplingParams, StructuredOutputs
     from headrace.frontend.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CacheConfig", "ModelConfig", "SamplingParams", "SchedulerConfig", "__version__"]
+__all__ = [
+    "LLM",
+    "CacheConfig",
+    "ModelConfig",
+    "SamplingParams",
+    "SchedulerConfig",
+    "StructuredOutputs",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "headrace.frontend.llm",
     "SamplingParams": "headrace.engine.request",
+    "StructuredOutputs": "headrace.engine.request",
     "ModelConfig": "headrace.engine.config",
     "CacheConfig": "headrace.engine.config",
     "SchedulerConfig": "headrace.engine.config",

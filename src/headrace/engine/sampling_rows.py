@@ -46,10 +46,10 @@ class SamplingRows:
 
     def table(self, sampled: list[Sequence]) -> SamplingTable:
         """The table for one step: a row for each sequence that samples a token in it, in this order."""
-        m = len(sampled)
         rows = np.array([seq.row for seq in sampled], np.intp)
         seen_start, seen_ids, seen_counts = _join([seq.seen() for seq in sampled], np.int32)
         bias_start, bias_ids, bias_values = _join([seq.bias() for seq in sampled], np.float32)
+        mask_row, masks = self._masks(sampled)
         return SamplingTable(
             temperature=self._temperature[rows],
             top_k=self._top_k[rows],
@@ -68,9 +68,22 @@ class SamplingRows:
             bias_start=bias_start,
             bias_ids=bias_ids,
             bias_values=bias_values,
-            mask_row=np.full(m, -1, np.int32),
-            masks=self._no_masks,
+            mask_row=mask_row,
+            masks=masks,
         )
+
+    def _masks(self, sampled: list[Sequence]) -> tuple[Int32, NDArray[np.uint32]]:
+        """A mask for each sequence with a grammar; an empty one, which fails its row, where that has ended."""
+        mask_row = np.full(len(sampled), -1, np.int32)
+        matchers = [(row, seq) for row, seq in enumerate(sampled) if seq.matcher is not None]
+        if not matchers:
+            return mask_row, self._no_masks
+        masks = np.zeros((len(matchers), self._no_masks.shape[1]), np.uint32)
+        for index, (row, seq) in enumerate(matchers):
+            assert seq.matcher is not None
+            seq.matcher.fill(masks[index], allow_end=not seq.request.params.ignore_eos)
+            mask_row[row] = index
+        return mask_row, masks
 
 
 def _join(parts: list[_Ragged], value_type: type[Any]) -> tuple[Int32, Int32, NDArray[Any]]:

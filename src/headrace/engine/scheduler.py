@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.backend.batch import Batch, StepResult
 from headrace.engine.config import SchedulerConfig
+from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.request import EngineOutput, EngineRequest, TokenLogprobs
 from headrace.engine.sampling_rows import SamplingRows
@@ -68,9 +69,18 @@ class Scheduler:
 
     # Arrivals and departures
 
-    def add(self, request: EngineRequest, *, seed: int, now: float) -> None:
+    def add(
+        self, request: EngineRequest, *, seed: int, now: float, grammar: Grammar | None = None
+    ) -> None:
         """Put the sequences of a valid request into the waiting line."""
-        arrived = Request(request, number=self._num_arrived, seed=seed, now=now, vocab_size=self._vocab_size)
+        arrived = Request(
+            request,
+            number=self._num_arrived,
+            seed=seed,
+            now=now,
+            vocab_size=self._vocab_size,
+            grammar=grammar,
+        )
         self._num_arrived += 1
         self._requests[arrived.request_id] = arrived
         for seq in arrived.sequences.values():
@@ -131,7 +141,7 @@ class Scheduler:
             if samples and failed[row]:
                 # Its K and V may be as broken as its logits: no block of this step becomes findable.
                 self._remove(seq)
-                outputs.append(seq.error_output("GenerationError", _NOT_FINITE))
+                outputs.append(seq.error_output("GenerationError", _why_failed(seq)))
                 row += 1
                 continue
             seq.num_computed_tokens += seq.num_scheduled
@@ -248,6 +258,16 @@ class Scheduler:
 
 
 _NOT_FINITE = "The model produced numbers that are not finite; this sequence cannot go on."
+_NOTHING_LEFT = (
+    "No token is left that the grammar, min_tokens and logit_bias allow together; this sequence cannot go on."
+)
+
+
+def _why_failed(seq: Sequence) -> str:
+    """Of a row that could not be sampled: its logits, or its grammar."""
+    if seq.matcher is None:
+        return _NOT_FINITE
+    return seq.matcher.error or _NOTHING_LEFT
 
 
 def _lacks_many(seq: Sequence) -> bool:

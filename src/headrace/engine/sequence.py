@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.backend.batch import Float32, Int32
+from headrace.engine.grammar import Grammar
 from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
 
 _GREEDY_BELOW = 1e-5
@@ -50,6 +51,7 @@ class Request:
         "arrival_time",
         "ban_ids",
         "cache_salt",
+        "grammar",
         "number",
         "params",
         "priority",
@@ -61,9 +63,19 @@ class Request:
     )
 
     def __init__(
-        self, request: EngineRequest, *, number: int, seed: int, now: float, vocab_size: int
+        self,
+        request: EngineRequest,
+        *,
+        number: int,
+        seed: int,
+        now: float,
+        vocab_size: int,
+        grammar: Grammar | None = None,
     ) -> None:
-        """``number``: place in the order of arrival. ``seed``: used when the parameters name none."""
+        """``number``: place in the order of arrival. ``seed``: used when the parameters name none.
+
+        ``grammar``: what ``params.structured_outputs`` was compiled to.
+        """
         params = request.params
         self.request_id = request.request_id
         self.params: SamplingParams = params
@@ -77,6 +89,7 @@ class Request:
         self.stop_ids = frozenset((*eos, *params.stop_token_ids))
         self.ban_ids = sorted(token for token in self.stop_ids if 0 <= token < vocab_size)
         self.was_scheduled = False
+        self.grammar = grammar
         prompt = np.array(request.prompt_token_ids, np.int32)
         self.sequences = {choice: Sequence(self, choice, prompt) for choice in range(params.n)}
 
@@ -97,6 +110,7 @@ class Sequence:
         "choice",
         "first_scheduled_time",
         "first_token_time",
+        "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
@@ -125,6 +139,7 @@ class Sequence:
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         params = request.params
+        self.matcher = None if request.grammar is None else request.grammar.matcher()
         self._seen: SeenTokens | None = None
         if params.repetition_penalty != 1.0:
             self._seen = SeenTokens(prompt)
@@ -159,11 +174,15 @@ class Sequence:
         self.num_tokens += 1
         if self._seen is not None:
             self._seen.append(token)
+        if self.matcher is not None:
+            self.matcher.accept(token)
 
     def finish_reason(self, max_model_len: int) -> str | None:
         """Whether the last token ended the sequence: ``stop``, ``length`` or None."""
         if int(self._tokens[self.num_tokens - 1]) in self.request.stop_ids:
             return "stop"  # never before min_tokens: until then these are banned
+        if self.matcher is not None and self.matcher.complete:
+            return "stop"  # nothing can follow, min_tokens or not
         max_tokens = self.request.params.max_tokens
         if max_tokens is not None and self.num_output_tokens >= max_tokens:
             return "length"
@@ -201,7 +220,7 @@ class Sequence:
         output.token_ids = [token]
         if logprobs is not None:
             output.logprobs = [logprobs]
-        if finish_reason == "stop":
+        if finish_reason == "stop" and token in self.request.stop_ids:
             output.stop_token_id = token
         return output
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.engine.request import EngineRequest, SamplingParams
+from headrace.engine.request import EngineRequest, SamplingParams, StructuredOutputs
 from headrace.errors import ContextLengthError, InvalidRequestError, OverloadedError
 
 MAX_CHOICES = 128
@@ -93,6 +93,19 @@ def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> Non
         raise InvalidRequestError(
             f"ignore_eos must be true or false, not {_shown(params.ignore_eos)}.", param="ignore_eos"
         )
+    if not isinstance(params.skip_special_tokens, bool):
+        raise InvalidRequestError(
+            f"skip_special_tokens must be true or false, not {_shown(params.skip_special_tokens)}.",
+            param="skip_special_tokens",
+        )
+    if params.structured_outputs is not None:
+        if not isinstance(params.structured_outputs, StructuredOutputs):
+            raise InvalidRequestError(
+                "structured_outputs must be a StructuredOutputs, such as "
+                'StructuredOutputs(choice=["yes", "no"]).',
+                param="structured_outputs",
+            )
+        params.structured_outputs.source()
     if not isinstance(params.stop, list) or not all(isinstance(s, str) and s for s in params.stop):
         raise InvalidRequestError("stop must be a list of non-empty strings.", param="stop")
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)

@@ -29,7 +29,9 @@ class TextChoice:
         self._choice = choice
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._unchecked = params.min_tokens  # stop strings are not looked for in the first so many tokens
-        self._detokenizer = Detokenizer(tokenizer, continues_text=continues_text)
+        self._detokenizer = Detokenizer(
+            tokenizer, continues_text=continues_text, skip_special_tokens=params.skip_special_tokens
+        )
         self._matcher = StopMatcher(params.stop) if params.stop else None
         self._news: TextOutput | None = None
 
