@@ -79,9 +79,7 @@ class Engine:
 
     def enqueue(self, request: EngineRequest, grammar: Grammar | None = None) -> None:
         """Queue a request that has passed the checks of :meth:`add` elsewhere."""
-        self.scheduler.add(
-            request, seed=self._seeds.getrandbits(64), now=time.monotonic(), grammar=grammar
-        )
+        self.scheduler.add(request, seed=self._seeds.getrandbits(64), now=time.monotonic(), grammar=grammar)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
         """End a request, or one of its sequences, and free its blocks. Unknown ones are ignored."""

@@ -9,6 +9,7 @@ that it needs of a tokenizer is the :class:`Vocabulary`; the engine still knows 
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -29,9 +30,10 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 """Of a schema, expression, grammar or list of choices: bounds compiling to a few hundred milliseconds."""
 
 WHITESPACE = r"\x20|\n[\x20\t]{0,32}"
-"""Between the tokens of JSON: a space, or a line break and an indentation. A model can't idle in it for ever."""
+"""Between the tokens of JSON: a space, or a line break and an indentation. No model can idle in it forever."""
 
 _CACHED_GRAMMARS = 64
+_DUMP = re.compile(r"\n<|\n +\d+ \| ")
 _SHOWN = 300  # characters of an error of the library's
 
 
@@ -142,7 +144,7 @@ class GrammarCompiler:
         return made
 
     def greedy_tokens(self, text: str) -> list[int]:
-        """``text`` as the longest tokens from its start: how what a grammar leaves no choice about is spelled."""
+        """``text`` as the longest tokens from its start: how text that a grammar forces is spelled."""
         return [] if self._tokenizer is None else self._tokenizer.greedy_tokenize(text)
 
     def _compile(self, kind: str, text: str) -> Grammar:
@@ -230,5 +232,5 @@ def _wrong(kind: str, why: str) -> InvalidRequestError:
 
 
 def _first_lines(text: str) -> str:
-    """The library's message without its dump of the parser's state, short enough to show."""
-    return text.split("\n<", 1)[0].strip()[:_SHOWN]
+    """The library's message without its dumps of the source and of the parser, short enough to show."""
+    return _DUMP.split(text, maxsplit=1)[0].strip()[:_SHOWN]

@@ -44,7 +44,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
         given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidRequestError(
-                "structured_outputs needs exactly one of json, regex, choice and grammar, not "
+                "Exactly one of json, regex, choice and grammar says what the output looks like, not "
                 f"{' and '.join(given) or 'none'}.",
                 param="structured_outputs",
             )
@@ -122,7 +122,8 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """News of one sequence (``choice`` of ``n``) after a step.
 
     ``finish_reason``: None while running; ``stop`` (EOS or stop token, which is the last of token_ids, or
-    a grammar that is complete), ``length``, ``abort`` or ``error`` (then ``error_*`` say why). Times are time.monotonic() seconds.
+    a grammar that is complete), ``length``, ``abort`` or ``error`` (then ``error_*`` say why). Times are
+    time.monotonic() seconds.
     """
 
     request_id: str

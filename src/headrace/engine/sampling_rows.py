@@ -73,7 +73,7 @@ class SamplingRows:
         )
 
     def _masks(self, sampled: list[Sequence]) -> tuple[Int32, NDArray[np.uint32]]:
-        """A mask for each sequence with a grammar; an empty one, which fails its row, where that has ended."""
+        """A mask for each sequence with a grammar; an empty one fails its row, where nothing can follow."""
         mask_row = np.full(len(sampled), -1, np.int32)
         matchers = [(row, seq) for row, seq in enumerate(sampled) if seq.matcher is not None]
         if not matchers:

@@ -69,9 +69,7 @@ class Scheduler:
 
     # Arrivals and departures
 
-    def add(
-        self, request: EngineRequest, *, seed: int, now: float, grammar: Grammar | None = None
-    ) -> None:
+    def add(self, request: EngineRequest, *, seed: int, now: float, grammar: Grammar | None = None) -> None:
         """Put the sequences of a valid request into the waiting line."""
         arrived = Request(
             request,

@@ -10,7 +10,7 @@ from headrace.frontend.tokenizer import Tokenizer
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     """The bytes of ids below ``vocab_size`` (the model's, which may be padded beyond the tokenizer's).
 
-    Raises InvalidRequestError if the model has no end token, ModelFormatError if its tokenizer can't generate.
+    Raises InvalidRequestError if the model has no end token, ModelFormatError if it can't generate at all.
     """
     eos_token_ids = [token for token in tokenizer.eos_token_ids if token < vocab_size]
     if not eos_token_ids:

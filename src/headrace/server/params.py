@@ -9,6 +9,7 @@ from headrace.server.requests import (
     GenerationRequest,
     stop_strings,
 )
+from headrace.server.structured import structured_outputs
 
 
 def chat_params(request: ChatCompletionRequest) -> SamplingParams:
@@ -33,7 +34,11 @@ def _common(request: GenerationRequest) -> SamplingParams:
         for name in (
             *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
             *("repetition_penalty", "seed", "min_tokens", "stop_token_ids", "ignore_eos", "logit_bias"),
+            "skip_special_tokens",
         )
         if (value := getattr(request, name)) is not None
     }
-    return SamplingParams(**given, stop=stop_strings(request.stop))
+    params = SamplingParams(**given, stop=stop_strings(request.stop))
+    if (wanted := structured_outputs(request)) is not None:
+        params.structured_outputs = wanted[1]
+    return params
