@@ -30,7 +30,7 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 """Of a schema, expression, grammar or list of choices: bounds compiling to a few hundred milliseconds."""
 
 WHITESPACE = r"\x20|\n[\x20\t]{0,32}"
-"""Between the tokens of JSON: a space, or a line break and an indentation. No model can idle in it forever."""
+"""Between the tokens of JSON: a space, or a line break and an indentation. No model can idle in it."""
 
 _CACHED_GRAMMARS = 64
 _DUMP = re.compile(r"\n<|\n +\d+ \| ")
@@ -205,6 +205,9 @@ def _library_source(kind: str, text: str) -> str:
     from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     if kind == "json":
+        if text.strip() == "false":
+            raise ValueError("nothing can ever match it")
+        text = "{}" if text.strip() == "true" else text  # options need an object to go to
         overrides: Any = {"whitespace_pattern": WHITESPACE}
         return LLMatcher.grammar_from_json_schema(text, overrides=overrides)
     if kind == "regex":

@@ -192,7 +192,7 @@ def _explain(kind: type[GenerationRequest], text: str) -> InvalidRequestError:
         name = missing[1]
         return InvalidRequestError(f"{where}`{name}` is required", param=param or name)
     for field, values in _ENUMS.items():
-        if where.endswith(f"{field}`: "):
+        if where.endswith(f"{field}`: ") and (field == ".role" or text.startswith("Invalid enum value")):
             text = f"expected {values}"
     text = re.sub(r"`([a-z |]+)`", _in_json_words, text)
     return InvalidRequestError(where + text[:1].lower() + text[1:500], param=param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -82,9 +83,10 @@ class ToolUse:
             frontend.compile(params.structured_outputs)
         except InvalidRequestError:
             for tool in self.forced:
+                alone = arguments_schema(tool["function"])
                 with_field(
                     "tools",
-                    lambda function=tool["function"]: frontend.compile(arguments_schema(function)),
+                    partial(frontend.compile, alone),
                     where=f"parameters of {tool['function']['name']!r}: ",
                 )
             raise
