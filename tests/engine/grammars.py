@@ -1,4 +1,4 @@
-"""Grammars over the 64 tokens of the small engines: token 7 ends, the others are one to three bytes of text."""
+"""Grammars over the 64 tokens of the small engines: token 7 ends, the others are a few bytes of text."""
 
 from __future__ import annotations
 

@@ -302,6 +302,6 @@ def test_a_dead_end_ends_its_sequence_and_no_other(grammars: GrammarCompiler) ->
     finish(engine, answers)
     last = answers["dead", 0].last
     assert last is not None
-    assert (last.finish_reason, last.error_kind) == ("error", "GenerationError")
+    assert (last.finish_reason, last.error_kind) == ("error", "GrammarError")
     assert "grammar" in (last.error_message or "")
     fits(KINDS[1], answer_text(answers, "fine"))

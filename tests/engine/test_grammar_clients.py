@@ -1,4 +1,4 @@
-"""Grammars across the door: compiled by the caller, or in the engine's process, never on the step's thread."""
+"""Grammars across the door: compiled by the caller or in the engine's process, never on the step's thread."""
 
 from __future__ import annotations
 

@@ -104,30 +104,11 @@ def test_any_split_gives_the_same(data: st.DataObject) -> None:
     assert read(form, pieces) == expected
 
 
-_fragments = st.lists(
-    st.sampled_from(
-        ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "f"', ', "arguments": ']
-        + [
-            '"parameters"',
-            "{",
-            "}",
-            "[",
-            "]",
-            '"',
-            "\\",
-            ":",
-            ",",
-            " ",
-            "\n",
-            "f",
-            "1",
-            "null",
-            "; ",
-            "<tool",
-        ]
-    ),
-    max_size=14,
-).map("".join)
+_PIECES = (
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "f"', ', "arguments": '),
+    *('"parameters"', "{", "}", "[", "]", '"', "\\", ":", ",", " ", "\n", "f", "1", "null", "; ", "<tool"),
+)
+_fragments = st.lists(st.sampled_from(_PIECES), max_size=14).map("".join)
 
 
 @given(st.sampled_from(sorted(FORMATS)), _fragments, st.booleans())

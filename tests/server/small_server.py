@@ -39,12 +39,17 @@ def byte_tokenizer(chat_template: str | None = _TEMPLATE) -> Tokenizer:
 
 
 def small_frontend(
-    *, step_s: float = 0.0, num_blocks: int = 256, chat_template: str | None = _TEMPLATE, **scheduler: Any
+    *,
+    step_s: float = 0.0,
+    num_blocks: int = 256,
+    max_model_len: int = MAX_MODEL_LEN,
+    chat_template: str | None = _TEMPLATE,
+    **scheduler: Any,
 ) -> Frontend:
     """A frontend over an engine whose steps take ``step_s``; ``scheduler`` are fields of SchedulerConfig."""
     spec = SimulatedSpec(
         num_blocks=num_blocks,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         scheduler=SchedulerConfig(**scheduler),
         vocab_size=EOS + 1,
         seed=0,

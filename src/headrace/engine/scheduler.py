@@ -139,7 +139,7 @@ class Scheduler:
             if samples and failed[row]:
                 # Its K and V may be as broken as its logits: no block of this step becomes findable.
                 self._remove(seq)
-                outputs.append(seq.error_output("GenerationError", _why_failed(seq)))
+                outputs.append(seq.error_output(*_why_failed(seq)))
                 row += 1
                 continue
             seq.num_computed_tokens += seq.num_scheduled
@@ -257,15 +257,16 @@ class Scheduler:
 
 _NOT_FINITE = "The model produced numbers that are not finite; this sequence cannot go on."
 _NOTHING_LEFT = (
-    "No token is left that the grammar, min_tokens and logit_bias allow together; this sequence cannot go on."
+    "The model produced numbers that are not finite, or none for what the grammar and min_tokens allow; this "
+    "sequence cannot go on."
 )
 
 
-def _why_failed(seq: Sequence) -> str:
-    """Of a row that could not be sampled: its logits, or its grammar."""
-    if seq.matcher is None:
-        return _NOT_FINITE
-    return seq.matcher.error or _NOTHING_LEFT
+def _why_failed(seq: Sequence) -> tuple[str, str]:
+    """Class and message of the error of a row that could not be sampled: its grammar's, or its logits'."""
+    if seq.matcher is not None and seq.matcher.error is not None:
+        return "GrammarError", seq.matcher.error
+    return "GenerationError", _NOT_FINITE if seq.matcher is None else _NOTHING_LEFT
 
 
 def _lacks_many(seq: Sequence) -> bool:
