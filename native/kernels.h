@@ -36,8 +36,8 @@ struct WeightFormat {
 // sum[K/16], uint8 wide[K/32]. K is padded to a multiple of 32 with zeros.
 //
 // A group's value is scale * q. The few groups whose step would dominate the row's rounding error (outlier
-// channels) are wide: scale * (kWide * q + fine), sixteen bits in two bytes; `fine` is written and read only
-// there. Sums are those of the whole integer.
+// channels) are wide: scale * (kWide * q + fine), sixteen bits in two bytes; elsewhere `fine` is zero.
+// Sums are those of the whole integer.
 struct QuantRow {
   static constexpr int kWide = 254;
   static size_t fine_offset(int k) { return static_cast<size_t>(k); }
@@ -45,7 +45,8 @@ struct QuantRow {
   static size_t scaled_sum_offset(int k) { return scale_offset(k) + static_cast<size_t>(k) / 8; }
   static size_t sum_offset(int k) { return scaled_sum_offset(k) + static_cast<size_t>(k) / 8; }
   static size_t wide_offset(int k) { return sum_offset(k) + static_cast<size_t>(k) / 4; }
-  static size_t bytes(int k) { return (wide_offset(k) + static_cast<size_t>(k) / 32 + 63) / 64 * 64; }
+  static size_t wide_words(int k) { return (static_cast<size_t>(k) / 32 + 63) / 64; }
+  static size_t bytes(int k) { return (wide_offset(k) + 8 * wide_words(k) + 63) / 64 * 64; }
 };
 
 struct MatmulArgs {

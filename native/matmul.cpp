@@ -9,8 +9,6 @@ namespace headrace {
 namespace HR_ISA {
 namespace {
 
-static_assert(QuantRow::kWide == 254, "times_254 below");
-
 HR_INLINE Vec load_scales(const uint8_t* p, int row, bool f32) {
   return f32 ? load(reinterpret_cast<const float*>(p) + 16 * row)
              : load_f16(reinterpret_cast<const uint16_t*>(p) + 16 * row);
@@ -35,7 +33,21 @@ HR_INLINE void finish(const MatmulArgs& a, Vec acc, int row, int tile) {
   }
 }
 
-// Quantised weights: MR rows against one tile row of 16 outputs.
+template <int Bits>
+HR_INLINE IVec dot_codes(IVec acc, Bytes w, const int8_t* x) {
+  return Bits == 4 ? dot_u4(acc, w, x) : dot_u8(acc, w, x);
+}
+
+// One 32-input tile's code register j (of 8), or the part of it that belongs to register j.
+template <int Bits>
+HR_INLINE Bytes tile_codes(const uint8_t* w, int j) {
+  if constexpr (Bits == 8) return load_bytes(w + 64 * j);
+  const Bytes both = load_bytes(w + 64 * (j % 4));
+  return j < 4 ? low_nibbles(both) : high_nibbles(both);
+}
+
+// Quantised weights: MR rows against one tile row of 16 outputs. Rows are interleaved inside a group, so that
+// each code register is made once and the dot products' latencies overlap.
 template <int Bits, bool F32, bool Min, int Group, int MR>
 HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
   constexpr int kCodes = Bits == 4 ? 256 : 512;
@@ -44,78 +56,87 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
   constexpr size_t kTile = kCodes + static_cast<size_t>(kScaleRow) * kParts * (Min ? 2 : 1);
   constexpr int kRegisters = 8 / kParts;  // code registers per scale row
   const int groups = a.k / 32;
-  const uint8_t* w = a.weights + static_cast<size_t>(tile) * groups * kTile;
-  const uint8_t* x[MR];
-  Vec acc[MR];
-  for (int r = 0; r < MR; ++r) {
-    x[r] = a.input + static_cast<size_t>(row + r) * a.input_stride;
-    acc[r] = zero();
-  }
   const size_t scale_at = QuantRow::scale_offset(a.k);
   const size_t scaled_sum_at = QuantRow::scaled_sum_offset(a.k);
   const size_t sum_at = QuantRow::sum_offset(a.k);
   const size_t fine_at = QuantRow::fine_offset(a.k);
   const size_t wide_at = QuantRow::wide_offset(a.k);
   const int32_t zero_point = a.format.zero_point;
-  for (int g = 0; g < groups; ++g, w += kTile) {
+  const uint8_t* w = a.weights + static_cast<size_t>(tile) * groups * kTile;
+  const uint8_t* x = a.input + static_cast<size_t>(row) * a.input_stride;
+  const size_t stride = a.input_stride;
+  Vec acc[MR];
+  HR_UNROLL for (int r = 0; r < MR; ++r) acc[r] = zero();
+  uint64_t any_wide = 0;
+  for (int g = 0; g < groups; ++g, w += kTile, any_wide >>= 1) {
+    if (g % 64 == 0) {
+      any_wide = 0;
+      HR_UNROLL for (int r = 0; r < MR; ++r) any_wide |=
+          reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
+    }
     if constexpr (MR <= 4) {
       for (size_t line = 0; line < kTile; line += 64) prefetch(w + 4 * kTile + line);
     }
-    Bytes codes[8];
-    if constexpr (Bits == 4) {
-      for (int j = 0; j < 4; ++j) {
-        const Bytes both = load_bytes(w + 64 * j);
-        codes[j] = low_nibbles(both);
-        codes[4 + j] = high_nibbles(both);
-      }
-    } else {
-      for (int j = 0; j < 8; ++j) codes[j] = load_bytes(w + 64 * j);
-    }
+    const int8_t* q = reinterpret_cast<const int8_t*>(x) + g * 32;
     for (int part = 0; part < kParts; ++part) {
+      const int first = part * kRegisters, last = first + kRegisters;
+      IVec dot[MR];
+      HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] = izero();
+      HR_UNROLL for (int j = first; j < last; ++j) {
+        const Bytes codes = tile_codes<Bits>(w, j);
+        HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] =
+            dot_codes<Bits>(dot[r], codes, q + r * stride + 4 * j);
+      }
+      if (any_wide & 1) {  // 254 q + fine in the rows whose group is wide; the others' fine bytes are zero
+        HR_UNROLL for (int r = 0; r < MR; ++r) {
+          const uint64_t word = reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
+          dot[r] = mul(dot[r], iset1(word >> (g % 64) & 1 ? QuantRow::kWide : 1));
+        }
+        HR_UNROLL for (int j = first; j < last; ++j) {
+          const Bytes codes = tile_codes<Bits>(w, j);
+          HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] =
+              dot_codes<Bits>(dot[r], codes, q + r * stride + fine_at + 4 * j);
+        }
+      }
       const Vec scale = load_scales(w + kCodes, part, F32);
       const Vec minimum = Min ? load_scales(w + kCodes + kScaleRow * kParts, part, F32) : zero();
-      for (int r = 0; r < MR; ++r) {
-        const int8_t* q = reinterpret_cast<const int8_t*>(x[r]) + g * 32;
-        const float* scales = reinterpret_cast<const float*>(x[r] + scale_at);
-        const int32_t* sums = reinterpret_cast<const int32_t*>(x[r] + sum_at) + g * 2;
-        const int32_t sum = kParts == 1 ? sums[0] + sums[1] : sums[part];
-        IVec dot = izero();
-        for (int j = part * kRegisters; j < (part + 1) * kRegisters; ++j)
-          dot = Bits == 4 ? dot_u4(dot, codes[j], q + 4 * j) : dot_u8(dot, codes[j], q + 4 * j);
-        if (x[r][wide_at + g]) {
-          dot = times_254(dot);
-          for (int j = part * kRegisters; j < (part + 1) * kRegisters; ++j)
-            dot = Bits == 4 ? dot_u4(dot, codes[j], q + fine_at + 4 * j)
-                            : dot_u8(dot, codes[j], q + fine_at + 4 * j);
+      HR_UNROLL for (int r = 0; r < MR; ++r) {
+        const float step = reinterpret_cast<const float*>(x + r * stride + scale_at)[g];
+        const int32_t* sums = reinterpret_cast<const int32_t*>(x + r * stride + sum_at) + g * 2;
+        if constexpr (!Min) {
+          const int32_t sum = kParts == 1 ? sums[0] + sums[1] : sums[part];
+          dot[r] = add(dot[r], iset1(-zero_point * sum));
         }
-        if constexpr (!Min) dot = add(dot, iset1(-zero_point * sum));
-        acc[r] = fma(mul(to_float(dot), scale), set1(scales[g]), acc[r]);
+        acc[r] = fma(mul(to_float(dot[r]), scale), set1(step), acc[r]);
         if constexpr (Min) {
-          const float scaled_sum = kParts == 1 ? reinterpret_cast<const float*>(x[r] + scaled_sum_at)[g]
-                                               : scales[g] * static_cast<float>(sum);
+          const float scaled_sum = kParts == 1
+                                       ? reinterpret_cast<const float*>(x + r * stride + scaled_sum_at)[g]
+                                       : step * static_cast<float>(sums[part]);
           acc[r] = fma(minimum, set1(scaled_sum), acc[r]);
         }
       }
     }
   }
-  for (int r = 0; r < MR; ++r) finish(a, acc[r], row + r, tile);
+  Vec out[MR];
+  HR_UNROLL for (int r = 0; r < MR; ++r) out[r] = acc[r];
+  for (int r = 0; r < MR; ++r) finish(a, out[r], row + r, tile);
 }
 
 #if defined(HR_PATH_AVX512)
-constexpr int kMaxRows = 8;  // accumulators, eight code registers and scales fit 32 registers
+constexpr int kManyRows = 12;  // a dot product and an accumulator each: 24 of 32 registers
 #else
-constexpr int kMaxRows = 4;
+constexpr int kManyRows = 4;
 #endif
 
+// Tiles outside, rows inside: a tile row comes from memory once, whatever the number of rows.
 template <int Bits, bool F32, bool Min, int Group>
 void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     int row = row_begin;
-    for (; row + kMaxRows <= row_end; row += kMaxRows)
-      quant_rows<Bits, F32, Min, Group, kMaxRows>(a, tile, row);
-    if constexpr (kMaxRows > 4)
+    for (; row + kManyRows <= row_end; row += kManyRows)
+      quant_rows<Bits, F32, Min, Group, kManyRows>(a, tile, row);
+    if constexpr (kManyRows > 4)
       for (; row + 4 <= row_end; row += 4) quant_rows<Bits, F32, Min, Group, 4>(a, tile, row);
-    for (; row + 2 <= row_end; row += 2) quant_rows<Bits, F32, Min, Group, 2>(a, tile, row);
     for (; row < row_end; ++row) quant_rows<Bits, F32, Min, Group, 1>(a, tile, row);
   }
 }
@@ -128,24 +149,24 @@ HR_INLINE void dense_rows(const MatmulArgs& a, int tile, int row) {
   const uint8_t* w = a.weights + static_cast<size_t>(tile) * tile_stride;
   const float* x[MR];
   Vec acc[MR][NT];
-  for (int r = 0; r < MR; ++r) {
+  HR_UNROLL for (int r = 0; r < MR; ++r) {
     x[r] = reinterpret_cast<const float*>(a.input + static_cast<size_t>(row + r) * a.input_stride);
-    for (int t = 0; t < NT; ++t) acc[r][t] = zero();
+    HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = zero();
   }
   for (int k = 0; k < a.k; ++k, w += kStep) {
     Vec weights[NT];
-    for (int t = 0; t < NT; ++t) {
+    HR_UNROLL for (int t = 0; t < NT; ++t) {
       const uint8_t* p = w + t * tile_stride;
       weights[t] =
           F32 ? load(reinterpret_cast<const float*>(p)) : load_bf16(reinterpret_cast<const uint16_t*>(p));
     }
-    for (int r = 0; r < MR; ++r) {
+    HR_UNROLL for (int r = 0; r < MR; ++r) {
       const Vec xs = set1(x[r][k]);
-      for (int t = 0; t < NT; ++t) acc[r][t] = fma(weights[t], xs, acc[r][t]);
+      HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = fma(weights[t], xs, acc[r][t]);
     }
   }
-  for (int r = 0; r < MR; ++r)
-    for (int t = 0; t < NT; ++t) finish(a, acc[r][t], row + r, tile + t);
+  HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t)
+      finish(a, acc[r][t], row + r, tile + t);
 }
 
 template <bool F32, int NT>

@@ -8,7 +8,7 @@
 namespace headrace {
 namespace {
 
-constexpr int kRowBlock = 64;  // rows of activations that stay in cache while weights stream past
+constexpr int kRowBlock = 96;  // rows of activations that stay in cache while weights stream past
 
 [[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
 

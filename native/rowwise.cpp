@@ -26,7 +26,9 @@ HR_INLINE void quantise_row(const float* x, int width, uint8_t* out) {
   float* scales = reinterpret_cast<float*>(out + QuantRow::scale_offset(padded));
   float* scaled_sums = reinterpret_cast<float*>(out + QuantRow::scaled_sum_offset(padded));
   int32_t* sums = reinterpret_cast<int32_t*>(out + QuantRow::sum_offset(padded));
-  uint8_t* wide = out + QuantRow::wide_offset(padded);
+  uint64_t* wide = reinterpret_cast<uint64_t*>(out + QuantRow::wide_offset(padded));
+  std::memset(wide, 0, 8 * QuantRow::wide_words(padded));
+  std::memset(fine, 0, static_cast<size_t>(padded));
   float tail[32] = {};
   for (int i = 0; i < width % 32; ++i) tail[i] = x[width / 32 * 32 + i];
   const auto group = [&](int g) { return 32 * g + 32 <= width ? x + 32 * g : tail; };
@@ -48,8 +50,8 @@ HR_INLINE void quantise_row(const float* x, int width, uint8_t* out) {
     store_s8(q + 32 * g + 16, qb);
     int32_t first = sum_bytes(q + 32 * g), second = sum_bytes(q + 32 * g + 16);
     float scale = largest / 127.0f + poison;
-    wide[g] = largest * largest > limit;
-    if (wide[g]) {
+    if (largest * largest > limit) {
+      wide[g / 64] |= uint64_t{1} << (g % 64);
       const Vec steps = set1(static_cast<float>(QuantRow::kWide));
       store_s8(fine + 32 * g, round_to_int(mul(sub(ya, to_float(qa)), steps)));
       store_s8(fine + 32 * g + 16, round_to_int(mul(sub(yb, to_float(qb)), steps)));

@@ -14,6 +14,8 @@
 #include <immintrin.h>
 #endif
 
+// Before a loop over an array of vectors: unrolled, the array lives in registers; not unrolled, in memory.
+#define HR_UNROLL _Pragma("GCC unroll 16")
 #define HR_INLINE static inline __attribute__((always_inline))
 
 namespace headrace {
@@ -64,9 +66,7 @@ HR_INLINE Vec load_bf16(const uint16_t* p) {
 HR_INLINE IVec izero() { return {_mm512_setzero_si512()}; }
 HR_INLINE IVec iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 HR_INLINE IVec add(IVec a, IVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
-HR_INLINE IVec times_254(IVec a) {  // 256 a - 2 a
-  return {_mm512_sub_epi32(_mm512_slli_epi32(a.v, 8), _mm512_add_epi32(a.v, a.v))};
-}
+HR_INLINE IVec mul(IVec a, IVec b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 HR_INLINE Vec to_float(IVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
 HR_INLINE IVec round_to_int(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }
 HR_INLINE Vec scale_by_power_of_two(Vec a, IVec n) {
@@ -147,9 +147,8 @@ HR_INLINE Vec load_bf16(const uint16_t* p) { return {expand_bf16(p), expand_bf16
 HR_INLINE IVec izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 HR_INLINE IVec iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 HR_INLINE IVec add(IVec a, IVec b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
-HR_INLINE IVec times_254(IVec a) {
-  return {_mm256_sub_epi32(_mm256_slli_epi32(a.lo, 8), _mm256_add_epi32(a.lo, a.lo)),
-          _mm256_sub_epi32(_mm256_slli_epi32(a.hi, 8), _mm256_add_epi32(a.hi, a.hi))};
+HR_INLINE IVec mul(IVec a, IVec b) {
+  return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
 }
 HR_INLINE Vec to_float(IVec a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 HR_INLINE IVec round_to_int(Vec a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
@@ -309,8 +308,8 @@ HR_INLINE IVec add(IVec a, IVec b) {
   HR_LANES a.v[i] += b.v[i];
   return a;
 }
-HR_INLINE IVec times_254(IVec a) {
-  HR_LANES a.v[i] *= 254;
+HR_INLINE IVec mul(IVec a, IVec b) {
+  HR_LANES a.v[i] *= b.v[i];
   return a;
 }
 HR_INLINE Vec to_float(IVec a) {
