@@ -33,7 +33,6 @@ WHITESPACE = r"\x20|\n[\x20\t]{0,32}"
 """Between the tokens of JSON: a space, or a line break and an indentation. No model can idle in it."""
 
 _CACHED_GRAMMARS = 64
-_MAX_ITEMS = (
     20_000  # of the parser at one place: an object of hundreds of optional properties needs thousands
 )
 _DUMP = re.compile(r"\n<|\n +\d+ \| ")
@@ -118,7 +117,7 @@ class GrammarCompiler:
         from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
         self.vocabulary = vocabulary
-        self._limits = LLParserLimits(verbose_errors=False, max_items_in_row=_MAX_ITEMS)
+        self._limits = LLParserLimits(verbose_errors=False)
         self._lock = Lock()
         self._cache: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
         self._tokenizer: LLTokenizer | None = None  # the library asks _Greedy while it makes one
