@@ -33,8 +33,6 @@ WHITESPACE = r"\x20|\n[\x20\t]{0,32}"
 """Between the tokens of JSON: a space, or a line break and an indentation. No model can idle in it."""
 
 _CACHED_GRAMMARS = 64
-    20_000  # of the parser at one place: an object of hundreds of optional properties needs thousands
-)
 _DUMP = re.compile(r"\n<|\n +\d+ \| ")
 _SHOWN = 300  # characters of an error of the library's
 
