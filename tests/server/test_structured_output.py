@@ -284,6 +284,30 @@ async def test_tools_and_their_answers_reach_the_prompt(client: httpx.AsyncClien
     assert await prompt_tokens(messages=history) > plain + answer
 
 
+async def test_marks_that_are_control_tokens_are_found() -> None:
+    """Control tokens are no text: the mark was dropped, and calls came back as content."""
+    template = "[TOOL_CALLS]{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    frontend = small_frontend(max_model_len=1500, chat_template=template, marks=["[TOOL_CALLS]", "<other>"])
+    mark = frontend.tokenizer.token_id("[TOOL_CALLS]")
+    async with connected(small_app(frontend)) as client:
+        asks = {"messages": USER, "tools": TOOLS, "tool_choice": "required", "logprobs": True, "seed": 4}
+        answer = await post(client, CHAT, **asks, parallel_tool_calls=False)
+        [choice] = answer["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert len(call["id"]) == 9
+        assert choice["message"]["content"] is None
+        assert choice["logprobs"]["content"][0]["token"] == "[TOOL_CALLS]"
+        assert answer["usage"]["completion_tokens"] < len("[TOOL_CALLS]") + sum(
+            len(part) for part in (*call["function"].values(), '[{"name": "", "arguments": }]<')
+        ), "the mark is one token"
+        grammar = f'start: "Hm. " <[{mark}]> "[{{\\"name\\": \\"now\\", \\"arguments\\": {{}}}}]"'
+        answer = await post(client, CHAT, messages=USER, tools=TOOLS, guided_grammar=grammar)
+        [choice] = answer["choices"]
+        assert choice["message"]["content"] == "Hm."
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
+    frontend.close()
+
+
 @pytest.mark.parametrize(("parser", "mark"), [("mistral", "[TOOL_CALLS][{"), ("llama3_json", '{"name')])
 async def test_other_formats_can_be_chosen(parser: str, mark: str) -> None:
     frontend = small_frontend(max_model_len=1500)
