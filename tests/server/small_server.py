@@ -29,7 +29,7 @@ _TEMPLATE = (
 
 
 def byte_tokenizer(chat_template: str | None = _TEMPLATE, marks: Sequence[str] = ()) -> Tokenizer:
-    """One token a byte (0 … 255 in the order of the byte-level alphabet), an end token, 256, and ``marks``."""
+    """One token a byte (0 … 255, in the order of the byte-level alphabet), the end token 256, ``marks``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
