@@ -24,47 +24,46 @@ struct State {  // of each query vector: running maximum, denominator, weighted 
 };
 
 template <int NQ, int NB>
-HR_INLINE void score_blocks(const float* const* q, const uint16_t* const* keys, int head_dim,
+HR_INLINE void score_blocks(const Factor* const* q, const uint16_t* const* keys, int head_dim,
                             float (*scores)[kTile], int first_block) {
   Vec acc[NQ][NB];
-  for (int i = 0; i < NQ; ++i)
-    for (int b = 0; b < NB; ++b) acc[i][b] = zero();
-  for (int d = 0; d < head_dim; ++d) {
-    Vec k[NB];
-    for (int b = 0; b < NB; ++b) k[b] = load_bf16(keys[first_block + b] + d * 16);
-    for (int i = 0; i < NQ; ++i) {
-      const Vec x = set1(q[i][d]);
-      for (int b = 0; b < NB; ++b) acc[i][b] = fma(x, k[b], acc[i][b]);
+  HR_UNROLL for (int i = 0; i < NQ; ++i) HR_UNROLL for (int b = 0; b < NB; ++b) acc[i][b] = zero();
+  for (int d = 0; d < head_dim; d += 2) {
+    HR_UNROLL for (int b = 0; b < NB; ++b) {
+      const Pairs k = load_pairs(keys[first_block + b] + d * 16);
+      HR_UNROLL for (int i = 0; i < NQ; ++i) acc[i][b] = dot_pairs(acc[i][b], k, q[i] + d);
     }
   }
-  for (int i = 0; i < NQ; ++i)
-    for (int b = 0; b < NB; ++b) store(scores[i] + 16 * (first_block + b), acc[i][b]);
+  HR_UNROLL for (int i = 0; i < NQ; ++i) HR_UNROLL for (int b = 0; b < NB; ++b)
+      store(scores[i] + 16 * (first_block + b), acc[i][b]);
 }
 
+// Adds the weighted V of slots [begin, end) of a tile. Where an end falls inside a pair of slots, the other
+// slot is cleared: its weight is zero, but it may hold anything, and 0 * NaN is NaN.
 template <int NQ, int DC>
-HR_INLINE void weigh_values(float* const* acc, const float (*p)[kTile], const uint16_t* const* values,
+HR_INLINE void weigh_values(float* const* acc, const Factor (*p)[kTile], const uint16_t* const* values,
                             int head_dim, int d, int begin, int end) {
   Vec a[NQ][DC];
-  for (int i = 0; i < NQ; ++i)
-    for (int c = 0; c < DC; ++c) a[i][c] = load(acc[i] + d + 16 * c);
-  for (int t = begin; t < end; ++t) {
-    const uint16_t* row = values[t / 16] + static_cast<size_t>(t % 16) * head_dim + d;
-    Vec v[DC];
-    for (int c = 0; c < DC; ++c) v[c] = load_bf16(row + 16 * c);
-    for (int i = 0; i < NQ; ++i) {
-      const Vec w = set1(p[i][t]);
-      for (int c = 0; c < DC; ++c) a[i][c] = fma(w, v[c], a[i][c]);
+  HR_UNROLL for (int i = 0; i < NQ; ++i) HR_UNROLL for (int c = 0; c < DC; ++c) a[i][c] =
+      load(acc[i] + d + 16 * c);
+  for (int t = begin & ~1; t < end; t += 2) {
+    const uint16_t* row = values[t / 16] + (static_cast<size_t>(t % 16) * head_dim + 2 * d);
+    const uint32_t mask = (t >= begin ? kEvenHalf : 0) | (t + 1 < end ? kOddHalf : 0);
+    HR_UNROLL for (int c = 0; c < DC; ++c) {
+      Pairs v = load_pairs(row + 32 * c);
+      if (mask != (kEvenHalf | kOddHalf)) v = keep_half(v, mask);
+      HR_UNROLL for (int i = 0; i < NQ; ++i) a[i][c] = dot_pairs(a[i][c], v, p[i] + t);
     }
   }
-  for (int i = 0; i < NQ; ++i)
-    for (int c = 0; c < DC; ++c) store(acc[i] + d + 16 * c, a[i][c]);
+  HR_UNROLL for (int i = 0; i < NQ; ++i) HR_UNROLL for (int c = 0; c < DC; ++c)
+      store(acc[i] + d + 16 * c, a[i][c]);
 }
 
-// Turns one vector's scores into weights in place and folds them into its state. [begin, end) is what it may
-// see.
-HR_INLINE void soften(float* scores, int begin, int end, float softcap, State s, int vector, int padded) {
+// Turns one vector's scores into weights and folds them into its state. [begin, end) is what it may see.
+HR_INLINE void soften(float* scores, Factor* weights, int begin, int end, float softcap, State s, int vector,
+                      int padded) {
   if (begin >= end) {
-    for (int b = 0; b < kTileBlocks; ++b) store(scores + 16 * b, zero());
+    for (int b = 0; b < kTileBlocks; ++b) store_factors(weights + 16 * b, zero());
     return;
   }
   const Vec masked = set1(-INFINITY);
@@ -82,9 +81,8 @@ HR_INLINE void soften(float* scores, int begin, int end, float softcap, State s,
   const Vec shift = set1(largest);
   Vec sum = zero();
   for (int b = 0; b < kTileBlocks; ++b) {
-    const Vec p = exp(sub(load(scores + 16 * b), shift));
-    store(scores + 16 * b, p);
-    sum = add(sum, p);
+    // The denominator sums the weights as they are applied, rounded where the path rounds them.
+    sum = add(sum, store_factors(weights + 16 * b, exp(sub(load(scores + 16 * b), shift))));
   }
   float total = reduce_add(sum);
   if (before != largest && s.total[vector] > 0.0f) {
@@ -101,10 +99,11 @@ HR_INLINE void soften(float* scores, int begin, int end, float softcap, State s,
 }
 
 template <int NQ>
-HR_INLINE void attend_tile(const float* const* q, const uint16_t* const* keys, const uint16_t* const* values,
+HR_INLINE void attend_tile(const Factor* const* q, const uint16_t* const* keys, const uint16_t* const* values,
                            int blocks, const int* begin, const int* end, float softcap, State s,
                            int first_vector, int head_dim, int padded) {
   alignas(64) float scores[NQ][kTile];
+  alignas(64) Factor weights[NQ][kTile];
   int b = 0;
   for (; b + 4 <= blocks; b += 4) score_blocks<NQ, 4>(q, keys, head_dim, scores, b);
   for (; b < blocks; ++b) score_blocks<NQ, 1>(q, keys, head_dim, scores, b);
@@ -113,7 +112,7 @@ HR_INLINE void attend_tile(const float* const* q, const uint16_t* const* keys, c
   int from = kTile, to = 0;
   float* acc[NQ];
   for (int i = 0; i < NQ; ++i) {
-    soften(scores[i], begin[i], end[i], softcap, s, first_vector + i, padded);
+    soften(scores[i], weights[i], begin[i], end[i], softcap, s, first_vector + i, padded);
     if (begin[i] < end[i]) {
       from = begin[i] < from ? begin[i] : from;
       to = end[i] > to ? end[i] : to;
@@ -121,8 +120,8 @@ HR_INLINE void attend_tile(const float* const* q, const uint16_t* const* keys, c
     acc[i] = s.acc + static_cast<size_t>(first_vector + i) * padded;
   }
   int d = 0;
-  for (; d + 64 <= padded; d += 64) weigh_values<NQ, 4>(acc, scores, values, head_dim, d, from, to);
-  for (; d < padded; d += 16) weigh_values<NQ, 1>(acc, scores, values, head_dim, d, from, to);
+  for (; d + 64 <= padded; d += 64) weigh_values<NQ, 4>(acc, weights, values, head_dim, d, from, to);
+  for (; d < padded; d += 16) weigh_values<NQ, 1>(acc, weights, values, head_dim, d, from, to);
 }
 
 HR_INLINE void clear(State s, int vectors, int padded) {
@@ -162,19 +161,29 @@ void attention(const AttentionArgs& a) {
   const int rows = a.row_end - a.row_begin;
   const int vectors = rows * group;
   const int padded = (a.head_dim + 15) / 16 * 16;
-  const float* q[kMaxQueryVectors];
+  float* scratch = a.scratch;
+  const Factor* q[kMaxQueryVectors];
   int first[kMaxQueryVectors], last[kMaxQueryVectors];  // absolute positions seen, last inclusive
   int lowest = a.positions[a.row_begin], highest = 0;
   for (int v = 0; v < vectors; ++v) {
     const int row = a.row_begin + v / group;
-    q[v] = a.q + static_cast<size_t>(row) * a.q_stride +
-           static_cast<size_t>(a.kv_head * group + v % group) * a.head_dim;
+    const float* vector = a.q + static_cast<size_t>(row) * a.q_stride +
+                          static_cast<size_t>(a.kv_head * group + v % group) * a.head_dim;
+    Factor* factors = reinterpret_cast<Factor*>(scratch) + static_cast<size_t>(v) * padded;
+    int d = 0;
+    for (; d + 16 <= a.head_dim; d += 16) store_factors(factors + d, load(vector + d));
+    if (d < a.head_dim) {
+      float tail[16] = {};
+      std::memcpy(tail, vector + d, static_cast<size_t>(a.head_dim - d) * sizeof(float));
+      store_factors(factors + d, load(tail));
+    }
+    q[v] = factors;
     last[v] = a.positions[row];
     first[v] = a.window > 0 && last[v] >= a.window ? last[v] - a.window + 1 : 0;
     lowest = first[v] < lowest ? first[v] : lowest;
     highest = last[v] > highest ? last[v] : highest;
   }
-  float* scratch = a.scratch;
+  scratch += static_cast<size_t>(kMaxQueryVectors) * padded;
   const auto state = [&]() {
     State s{scratch, scratch + kMaxQueryVectors, scratch + 2 * kMaxQueryVectors};
     scratch += static_cast<size_t>(kMaxQueryVectors) * (padded + 2);

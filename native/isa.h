@@ -19,6 +19,7 @@ inline std::vector<std::string> supported_isas() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) out.push_back("avx512_bf16");
   if (avx512) out.push_back("avx512");
   if (avx2) out.push_back("avx2");
 #endif
@@ -33,6 +34,7 @@ inline const Kernels& kernels_for(const std::string& isa) {
   for (const std::string& name : have) {
     if (name != want) continue;
 #if defined(HR_X86)
+    if (name == "avx512_bf16") return avx512_bf16_kernels();
     if (name == "avx512") return avx512_kernels();
     if (name == "avx2") return avx2_kernels();
 #endif

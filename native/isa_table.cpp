@@ -6,23 +6,30 @@
 #define HR_JOIN2(a, b) a##b
 #define HR_JOIN(a, b) HR_JOIN2(a, b)
 
+// A path may take all but its attention from another (HR_BASE).
+#ifndef HR_BASE
+#define HR_BASE HR_ISA
+#endif
+
 namespace headrace {
 namespace HR_ISA {
+void attention(const AttentionArgs&);
+}
+namespace HR_BASE {
 void matmul(const MatmulArgs&, int, int, int, int);
 void norm(const NormArgs&, int, int);
 void quantise(const float*, size_t, uint8_t*, int, int, int);
 void glu(const float*, size_t, int, int, float*, size_t, uint8_t*, int, int, int);
 void rope(const RopeArgs&, int, int);
-void attention(const AttentionArgs&);
 void embed(const WeightFormat&, const uint8_t*, int, int, const int32_t*, float, float*, size_t, int, int);
 void softcap(float*, size_t, float);
 void sample_row(float*, int32_t, const SamplingRow&, void*, SampledRow*);
-}  // namespace HR_ISA
+}  // namespace HR_BASE
 
 const Kernels& HR_JOIN(HR_ISA, _kernels)() {
-  static const Kernels table{HR_STRINGIFY(HR_ISA), HR_ISA::matmul,    HR_ISA::norm,      HR_ISA::quantise,
-                             HR_ISA::glu,          HR_ISA::rope,      HR_ISA::attention, HR_ISA::embed,
-                             HR_ISA::softcap,      HR_ISA::sample_row};
+  static const Kernels table{HR_STRINGIFY(HR_ISA), HR_BASE::matmul,    HR_BASE::norm,     HR_BASE::quantise,
+                             HR_BASE::glu,         HR_BASE::rope,      HR_ISA::attention, HR_BASE::embed,
+                             HR_BASE::softcap,     HR_BASE::sample_row};
   return table;
 }
 

@@ -111,7 +111,7 @@ struct AttentionArgs {
 constexpr int kMaxQueryVectors = 64;
 inline int attention_rows_per_unit(int group) { return group >= 16 ? 1 : 16 / group; }
 inline size_t attention_scratch_floats(int head_dim) {
-  return static_cast<size_t>(kMaxQueryVectors) * (2 * static_cast<size_t>(head_dim) + 4);
+  return static_cast<size_t>(kMaxQueryVectors) * (3 * static_cast<size_t>(head_dim) + 4);
 }
 
 struct Kernels {
@@ -134,6 +134,7 @@ const Kernels& portable_kernels();
 #if defined(HR_X86)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& avx512_bf16_kernels();  // avx512 with bf16 dot products in attention
 #endif
 
 }  // namespace headrace

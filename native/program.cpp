@@ -47,6 +47,7 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
     if (in.op == kAttention || in.op == kRope) {
       if (in.heads < 1 || in.kv_heads < 1 || in.head_dim < 1 || in.heads % in.kv_heads != 0)
         reject("malformed heads");
+      if (in.head_dim % 2 != 0) reject("an odd head_dim");
       if (in.heads / in.kv_heads > kMaxQueryVectors) reject("more than 64 query heads per KV head");
       const int64_t part = in.kv_offset + int64_t{4} * 16 * in.kv_heads * in.head_dim;
       if (in.kv_offset < 0 || part > limits_.block_bytes[in.kv_group])

@@ -161,8 +161,8 @@ void glu(const float* input, size_t stride, int up_offset, int activation, float
   }
 }
 
-// KV layout of one block of one layer: per kv head, K as [head_dim][16 slots], then V as [16
-// slots][head_dim], bf16.
+// KV layout of one block of one layer, bf16: per kv head, K as [head_dim / 2][16 slots][2], then V as
+// [8 pairs of slots][head_dim][2].
 void rope(const RopeArgs& a, int row_begin, int row_end) {
   const int half = a.rope_dim / 2;
   const auto head = [&](float* x, const float* weight, const float* angles, float scale) {
@@ -195,11 +195,12 @@ void rope(const RopeArgs& a, int row_begin, int row_end) {
       float* k = x + a.k_offset + h * a.head_dim;
       const float* v = x + a.v_offset + h * a.head_dim;
       head(k, a.k_norm, angles, 1.0f);
-      uint16_t* keys = block + static_cast<size_t>(h) * 32 * a.head_dim + slot % 16;
-      uint16_t* values = block + (static_cast<size_t>(h) * 32 + 16 + slot % 16) * a.head_dim;
+      uint16_t* keys = block + static_cast<size_t>(h) * 32 * a.head_dim;
+      uint16_t* values = keys + static_cast<size_t>(16) * a.head_dim;
+      const int s = slot % 16;
       for (int d = 0; d < a.head_dim; ++d) {
-        keys[d * 16] = float_to_bf16(k[d]);
-        values[d] = float_to_bf16(v[d]);
+        keys[d / 2 * 32 + s * 2 + d % 2] = float_to_bf16(k[d]);
+        values[(static_cast<size_t>(s / 2) * a.head_dim + d) * 2 + s % 2] = float_to_bf16(v[d]);
       }
     }
   }

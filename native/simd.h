@@ -89,6 +89,33 @@ HR_INLINE IVec dot_u4(IVec acc, Bytes w, const int8_t* x) {
 HR_INLINE IVec dot_u8(IVec acc, Bytes w, const int8_t* x) { return dot_u4(acc, w, x); }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
+struct Pairs {  // 16 lanes of two bf16
+  __m512i v;
+};
+HR_INLINE Pairs load_pairs(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
+HR_INLINE Pairs keep_half(Pairs a, uint32_t mask) {
+  return {_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int32_t>(mask)))};
+}
+#if defined(HR_BF16)
+using Factor = uint16_t;  // bf16
+HR_INLINE Vec dot_pairs(Vec acc, Pairs a, const Factor* two) {
+  int32_t both;
+  std::memcpy(&both, two, 4);
+  return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)_mm512_set1_epi32(both))};
+}
+// Stores what dot_pairs multiplies with, and returns its value.
+HR_INLINE Vec store_factors(Factor* p, Vec a) {
+  const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(a.v);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16))};
+}
+#else
+HR_INLINE Vec even_half(Pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
+HR_INLINE Vec odd_half(Pairs a) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u))))};
+}
+#endif
+
 #elif defined(HR_PATH_AVX2)
 
 struct Vec {
@@ -200,6 +227,25 @@ HR_INLINE IVec dot_u8(IVec acc, Bytes w, const int8_t* x) {
   return {dot_u8_half(acc.lo, w.lo, xs), dot_u8_half(acc.hi, w.hi, xs)};
 }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+struct Pairs {
+  __m256i lo, hi;
+};
+HR_INLINE Pairs load_pairs(const uint16_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16))};
+}
+HR_INLINE Pairs keep_half(Pairs a, uint32_t mask) {
+  const __m256i m = _mm256_set1_epi32(static_cast<int32_t>(mask));
+  return {_mm256_and_si256(a.lo, m), _mm256_and_si256(a.hi, m)};
+}
+HR_INLINE Vec even_half(Pairs a) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(a.lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(a.hi, 16))};
+}
+HR_INLINE Vec odd_half(Pairs a) {
+  const Pairs odd = keep_half(a, 0xffff0000u);
+  return {_mm256_castsi256_ps(odd.lo), _mm256_castsi256_ps(odd.hi)};
+}
 
 #else  // portable
 
@@ -363,8 +409,52 @@ HR_INLINE IVec dot_u8(IVec acc, const Bytes& w, const int8_t* x) {
 HR_INLINE IVec dot_u4(IVec acc, const Bytes& w, const int8_t* x) { return dot_u8(acc, w, x); }
 HR_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
+struct Pairs {
+  uint32_t v[16];
+};
+HR_INLINE Pairs load_pairs(const uint16_t* p) {
+  Pairs r;
+  HR_LANES r.v[i] = static_cast<uint32_t>(p[2 * i]) | static_cast<uint32_t>(p[2 * i + 1]) << 16;
+  return r;
+}
+HR_INLINE Pairs keep_half(Pairs a, uint32_t mask) {
+  HR_LANES a.v[i] &= mask;
+  return a;
+}
+HR_INLINE Vec even_half(Pairs a) {
+  Vec r;
+  HR_LANES {
+    const uint32_t bits = a.v[i] << 16;
+    std::memcpy(&r.v[i], &bits, 4);
+  }
+  return r;
+}
+HR_INLINE Vec odd_half(Pairs a) {
+  Vec r;
+  HR_LANES {
+    const uint32_t bits = a.v[i] & 0xffff0000u;
+    std::memcpy(&r.v[i], &bits, 4);
+  }
+  return r;
+}
+
 #undef HR_LANES
 #endif
+
+#if !defined(HR_BF16)
+using Factor = float;
+// acc + a[even] * two[0] + a[odd] * two[1], lane by lane.
+HR_INLINE Vec dot_pairs(Vec acc, Pairs a, const Factor* two) {
+  return fma(odd_half(a), set1(two[1]), fma(even_half(a), set1(two[0]), acc));
+}
+// Stores what dot_pairs multiplies with, and returns its value.
+HR_INLINE Vec store_factors(Factor* p, Vec a) {
+  store(p, a);
+  return a;
+}
+#endif
+constexpr uint32_t kEvenHalf = 0x0000ffffu;
+constexpr uint32_t kOddHalf = 0xffff0000u;
 
 // Reductions always fold 16 -> 8 -> 4 -> 2 -> 1 in this order, in every path.
 HR_INLINE float reduce_add(Vec a) {

@@ -201,6 +201,8 @@ class Recorder:
         layer: int = node.attrs["layer"]
         group = self.arch.layers[layer].kv_group
         members = self.arch.kv_groups[group].layers
+        if spec.head_dim % 2:
+            raise ModelFormatError(f"head_dim is {spec.head_dim}; the cpu backend needs an even one")
         q, k, v = (self.places[id(n)] for n in node.inputs)
         shape: dict[str, Any] = {
             "kv_group": group,
