@@ -62,11 +62,15 @@ class BoundProgram {
   }
 
   void run(Array<int32_t> token_ids, Array<int32_t> positions, Array<int32_t> query_start,
-           Array<int32_t> context_len, std::vector<Array<int32_t>> slot_mapping,
-           std::vector<Table<int32_t>> block_tables, Array<int32_t> logit_rows, nb::object sampling,
-           Out<int32_t> out_ids, Out<float> out_logprobs, OutTable<int32_t> out_top_ids,
-           OutTable<float> out_top_logprobs, Out<uint8_t> out_failed) {
-    BatchView b{};
+           Array<int32_t> context_len, nb::tuple slot_mapping, nb::tuple block_tables,
+           Array<int32_t> logit_rows, nb::object sampling, Out<int32_t> out_ids, Out<float> out_logprobs,
+           OutTable<int32_t> out_top_ids, OutTable<float> out_top_logprobs, Out<uint8_t> out_failed) {
+    unpack(slot_mapping, slot_mapping_, "slot_mapping");
+    unpack(block_tables, block_tables_, "block_tables");
+    BatchView& b = batch_;
+    b.slot_mapping.clear();
+    b.block_tables.clear();
+    b.table_widths.clear();
     const size_t n = token_ids.shape(0), m = logit_rows.shape(0);
     expect(query_start.shape(0) >= 2, "query_start");
     const size_t r = query_start.shape(0) - 1;
@@ -84,9 +88,9 @@ class BoundProgram {
     expect(slot_mapping.size() + kKv == bases_.size() && block_tables.size() == slot_mapping.size(),
            "KV groups");
     for (size_t g = 0; g < slot_mapping.size(); ++g) {
-      b.slot_mapping.push_back(rows(slot_mapping[g], n, "slot_mapping"));
-      b.block_tables.push_back(rows(block_tables[g], r, "block_tables"));
-      b.table_widths.push_back(static_cast<int32_t>(block_tables[g].shape(1)));
+      b.slot_mapping.push_back(rows(slot_mapping_[g], n, "slot_mapping"));
+      b.block_tables.push_back(rows(block_tables_[g], r, "block_tables"));
+      b.table_widths.push_back(static_cast<int32_t>(block_tables_[g].shape(1)));
     }
     b.sampling = sampling_arrays(sampling, m, vocab());
     expect(out_ids.shape(0) == m && out_logprobs.shape(0) == m && out_failed.shape(0) == m &&
@@ -119,9 +123,24 @@ class BoundProgram {
     return out;
   }
 
+  // The arrays of a tuple, which outlives the step, into what is kept: a step takes no memory.
+  template <class A>
+  static void unpack(const nb::tuple& arrays, std::vector<A>& out, const char* what) {
+    out.clear();
+    for (nb::handle each : arrays) {
+      A array;
+      if (!nb::try_cast(each, array, false))
+        throw nb::type_error((std::string("batch: ") + what + " must hold int32 arrays").c_str());
+      out.push_back(std::move(array));
+    }
+  }
+
   size_t vocab() const { return static_cast<size_t>(program_.vocab()); }
 
   Program program_;
+  BatchView batch_{};
+  std::vector<Array<int32_t>> slot_mapping_;
+  std::vector<Table<int32_t>> block_tables_;
   std::vector<nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>> bases_;
 };
 

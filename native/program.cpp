@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <functional>
 #include <stdexcept>
 
 namespace headrace {
@@ -62,8 +63,8 @@ void Program::run(const BatchView& batch, const ResultView& result) {
   check_batch(batch);
   plan_units(batch);
   for (size_t i = 0; i < instructions_.size(); ++i) claims_[i].next.store(0, std::memory_order_relaxed);
-  const std::function<void(int)> work = [&](int thread) { execute(thread, batch, result); };
-  pool_.run(work);
+  const auto work = [&](int thread) { execute(thread, batch, result); };
+  pool_.run(std::cref(work));  // three captures would not fit into a std::function without allocating
 }
 
 void Program::execute(int thread, const BatchView& batch, const ResultView& result) {

@@ -35,9 +35,9 @@ BAD: dict[str, list[Any]] = {
         {True: 1.0},
         [1],
     ],
-    "stop_token_ids": [[64], [-1], ["1"], [True], [1.0], 3, None, [10**400]],
+    "stop_token_ids": [[64], [-1], ["1"], [True], [1.0], 3, [10**400]],
     "ignore_eos": [1, None, "yes"],
-    "stop": ["text", [""], [1], None],
+    "stop": ["", [""], [1], 1, {"a": 1}],
 }
 GOOD: dict[str, list[Any]] = {
     "n": [1, 128],

@@ -30,15 +30,15 @@ def greedy(**changes: Any) -> SamplingParams:
 
 def test_every_form_of_a_prompt(llm: LLM) -> None:
     ids = llm.frontend.tokenizer.encode("hello")
-    forms: list[Any] = ["hello", {"prompt": "hello"}, {"prompt_token_ids": ids}]
+    forms: list[Any] = ["hello", {"prompt": "hello"}, {"prompt_token_ids": ids}, ids, tuple(ids)]
     answers = llm.generate(forms, greedy())
-    assert [answer.prompt for answer in answers] == ["hello", "hello", None]
-    assert [answer.prompt_token_ids for answer in answers] == [ids] * 3
+    assert [answer.prompt for answer in answers] == ["hello", "hello", None, None, None]
+    assert [answer.prompt_token_ids for answer in answers] == [ids] * 5
     assert len({answer.outputs[0].text for answer in answers}) == 1
     for form in forms:
         assert llm.generate(form, greedy())[0].outputs[0].text == answers[0].outputs[0].text
     assert all(answer.finished and answer.outputs[0].finish_reason == "length" for answer in answers)
-    assert len({answer.request_id for answer in answers}) == 3
+    assert len({answer.request_id for answer in answers}) == 5
 
 
 def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
@@ -119,7 +119,10 @@ def test_stats_show_prefix_hits(llm: LLM) -> None:
         (["good", 5], None, "int"),
         (5, None, "not 5"),
         ("good", "greedy", "SamplingParams"),
-        ([[1, 2]], None, "list"),
+        ([[]], None, "list"),
+        ([[1, "a"]], None, "list"),
+        ([1, VOCAB], None, "vocabulary"),
+        (["good", 1], None, "int"),
         ([{"prompt": "a", "prompt_token_ids": [1]}], None, "either"),
         ([{}], None, "either"),
         ([{"prompt_token_ids": [VOCAB]}], None, "vocabulary"),
@@ -228,3 +231,66 @@ def test_arguments_and_configs_add_up_and_configs_are_not_changed(tmp_path: Any)
             str(tmp_path / "missing.gguf"), model_config=config, max_model_len=100, enable_prefix_caching=True
         )
     assert dataclasses.asdict(config) == before
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"tensor_parallel_size": 1, "dtype": "auto", "trust_remote_code": True, "enforce_eager": True},
+        {
+            "pipeline_parallel_size": 1,
+            "tokenizer": None,
+            "load_format": "auto",
+            "enable_chunked_prefill": True,
+        },
+    ],
+)
+def test_what_vllm_scripts_pass_along_is_taken(tmp_path: Any, harmless: dict[str, Any]) -> None:
+    """Seen through the error for a model that is not there, which comes after that for a wrong argument."""
+    with pytest.raises(ModelNotFoundError):
+        LLM(model=str(tmp_path / "missing.gguf"), max_model_len=64, **harmless)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported.*leave it at 1"),
+        ({"dtype": "float16"}, "dtype='float16'.*quantization"),
+        ({"revision": "main"}, "hf:org/name@revision"),
+        ({"enable_chunked_prefill": False}, "always chunked"),
+        ({"quantisation": "int8"}, "'quantisation'; did you mean quantization"),
+        ({"tensor_parallel": 2}, "did you mean tensor_parallel_size"),
+        ({"wibble": 1}, "no argument 'wibble'; there are .*max_model_len"),
+    ],
+)
+def test_what_would_change_something_is_refused_by_name(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        LLM(**arguments)
+    assert caught.value.param in arguments
+
+
+def test_a_setting_without_effect_warns_what_has_one(tmp_path: Any) -> None:
+    with (
+        pytest.warns(UserWarning, match="gpu_memory_utilization has no effect: kv_cache_memory_bytes"),
+        pytest.raises(ModelNotFoundError),
+    ):
+        LLM(str(tmp_path / "missing.gguf"), gpu_memory_utilization=0.9)
+
+
+def test_sampling_params_as_vllm_takes_them(llm: LLM) -> None:
+    nothing: Any = None
+    [plain] = llm.generate("x", greedy(max_tokens=30))
+    text = plain.outputs[0].text
+    stop: Any = text[5:7]
+    [stopped] = llm.generate(
+        "x", greedy(max_tokens=30, stop=stop, stop_token_ids=nothing, logit_bias=nothing)
+    )
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert stopped.outputs[0].stop_reason == stop
+    assert SamplingParams(stop=nothing).stop == []
+
+
+def test_get_tokenizer(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    [answer] = llm.generate(tokenizer.encode("hello"), greedy())
+    assert tokenizer.decode(answer.outputs[0].token_ids) == answer.outputs[0].text

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headrace.cli import bench, chat, doctor, eval, models, serve
 from headrace.errors import HeadraceError
+
+# The family of errors that misuse raises. Of it typer exports one member only, and which click they are of
+# (its own copy, or the package) depends on its version.
+_Misuse: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="headrace",
@@ -46,7 +50,10 @@ def _options(
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed (one line on stderr), 2 misused, 130 interrupted."""
     try:
-        app()
+        sys.exit(app(prog_name="headrace", standalone_mode=False))
+    except _Misuse as error:
+        print(_misused(error), end="", file=sys.stderr)
+        sys.exit(2)
     except HeadraceError as error:
         print(f"headrace: {error.message}", file=sys.stderr)
         sys.exit(1)
@@ -59,3 +66,12 @@ def main() -> None:
     except OSError as error:  # a file or folder of the user's: full, forbidden, gone
         print(f"headrace: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _misused(error: Any) -> str:
+    """One line, with where to read on; nothing if help was what was wanted (it has been printed)."""
+    text = " ".join(error.format_message().split())
+    if not text or "\n" in error.message:
+        return ""
+    command = error.ctx.command_path if error.ctx is not None else "headrace"
+    return f"headrace: {text.rstrip('.')}; see {command} --help\n"

@@ -106,8 +106,9 @@ def blocks_in_pool(architecture: Architecture, cache: CacheConfig) -> int:
     num_blocks = cache.kv_cache_memory_bytes // size
     if num_blocks < 1:
         raise ConfigError(
-            f"kv_cache_memory_bytes is {cache.kv_cache_memory_bytes}, but one block of {BLOCK_SIZE} tokens "
-            f"takes {size} bytes with this model: give at least that, better a thousand times as much."
+            f"kv_cache_memory_bytes (--kv-cache-memory) is {cache.kv_cache_memory_bytes}, but one block of "
+            f"{BLOCK_SIZE} tokens takes {size} bytes with this model: give at least that, better a thousand "
+            "times as much."
         )
     return num_blocks
 

@@ -36,8 +36,8 @@ def check_memory(checkpoint: Checkpoint, model: ModelConfig, settings: RunnerSet
     if needed > available:
         raise OutOfMemoryError(
             f"The model needs about {_mib(needed)} MiB ({_mib(int(weights))} of weights, {_mib(pool)} of KV "
-            f"cache), but only {_mib(available)} MiB are available. Lower kv_cache_memory_bytes, choose a "
-            "stronger quantization or a smaller model."
+            f"cache), but only {_mib(available)} MiB are available. Lower kv_cache_memory_bytes "
+            "(--kv-cache-memory), choose a stronger quantization or a smaller model."
         )
 
 

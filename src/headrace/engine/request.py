@@ -94,6 +94,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1 = as many as fit
     structured_outputs: StructuredOutputs | None = None
 
+    def __post_init__(self) -> None:
+        """As in vLLM, ``stop`` may be given as one string, and None stands for nothing."""
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        for name, nothing in (("stop", []), ("stop_token_ids", []), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                setattr(self, name, nothing)
+
     def validate(self, vocab_size: int | None = None) -> None:
         """Raise InvalidRequestError, naming the field, what is wrong with it and what would be right.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -16,14 +17,15 @@ from headrace.frontend.beam_search import BeamSearch, BeamSearchParams, beam_tex
 from headrace.frontend.embedding import check_dimensions
 from headrace.frontend.frontend import Frontend, Progress, open_frontend
 from headrace.frontend.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+from headrace.frontend.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["LLM", "Message", "Prompt", "SamplingParams"]
 
-Prompt: TypeAlias = str | Mapping[str, Any]
-"""Text, ``{"prompt": text}`` or ``{"prompt_token_ids": [ids]}``."""
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": [ids]}``."""
 
 Message: TypeAlias = Mapping[str, Any]
 """``{"role": …, "content": …}``."""
@@ -38,6 +40,9 @@ class LLM:
     default; where both say something different, ConfigError is raised. ``speculative_config`` is a
     :class:`SpeculativeConfig` or a dict of its fields. ``progress`` is told how the model's download
     advances. Not for use by several threads at once.
+
+    Other arguments of vLLM's LLM are taken with values that change nothing here (``tensor_parallel_size=1``,
+    ``dtype="auto"``) and refused by name with others.
 
     Raises ConfigError, ModelNotFoundError, DownloadError, ModelFormatError or OutOfMemoryError.
     """
@@ -63,7 +68,12 @@ class LLM:
         cache_config: CacheConfig | None = None,
         scheduler_config: SchedulerConfig | None = None,
         progress: Progress | None = None,
+        **vllm: Any,
     ) -> None:
+        if vllm:
+            from headrace.frontend.vllm_arguments import check_vllm_arguments
+
+            check_vllm_arguments(vllm, _argument_names(type(self)))
         self.model_config = _with_arguments(
             model_config or ModelConfig(),
             model=model,
@@ -106,6 +116,10 @@ class LLM:
         llm._close_at_the_end()
         return llm
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, with ``encode`` and ``decode``."""
+        return self._frontend.tokenizer
+
     @property
     def frontend(self) -> Frontend:
         """Tokenizer, chat template and engine client."""
@@ -124,11 +138,7 @@ class LLM:
         wrong. If a sequence fails on the way the others finish first; then BatchError is raised, whose
         ``outputs`` hold everything.
         """
-        if isinstance(prompts, (str, Mapping)):
-            prompts = [prompts]
-        elif not isinstance(prompts, Sequence):
-            raise InvalidRequestError(f"prompts must be a prompt or a list of them, not {prompts!r:.60}.")
-        return self._run(prompts, self._prompt, sampling_params, use_tqdm)
+        return self._run(_listed(prompts), self._prompt, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -165,10 +175,8 @@ class LLM:
         ``cumulative_logprob`` is without length penalty. Raises as :meth:`generate`.
         """
         params.validate()
-        if isinstance(prompts, (str, Mapping)):
-            prompts = [prompts]
         frontend = self._frontend
-        encoded = [self._prompt(prompt) for prompt in prompts]
+        encoded = [self._prompt(prompt) for prompt in _listed(prompts)]
         for _, ids in encoded:
             frontend.check(ids, SamplingParams())
         searches = [
@@ -220,10 +228,7 @@ class LLM:
         """
         frontend = self._frontend
         frontend.check_kind(embeds=True)
-        if isinstance(prompts, (str, Mapping)):
-            prompts = [prompts]
-        elif not isinstance(prompts, Sequence):
-            raise InvalidRequestError(f"prompts must be a prompt or a list of them, not {prompts!r:.60}.")
+        inputs = _listed(prompts)
         check_dimensions(dimensions, frontend.client.architecture.hidden_size)
 
         def encode(prompt: Any) -> tuple[str | None, list[int]]:
@@ -231,7 +236,7 @@ class LLM:
             ids = frontend.encode_input(given, truncate_prompt_tokens)
             return (given if isinstance(given, str) else None), ids
 
-        encoded = [_checked(encode, prompt, at, len(prompts)) for at, prompt in enumerate(prompts)]
+        encoded = [_checked(encode, prompt, at, len(inputs)) for at, prompt in enumerate(inputs)]
         return embed_batch(frontend, encoded, dimensions=dimensions, show_progress=use_tqdm)
 
     def stats(self) -> EngineStats:
@@ -301,11 +306,11 @@ def _text_or_ids(prompt: Any) -> Any:
             )
         prompt, is_text = prompt[keys[0]], keys[0] == "prompt"
     else:
-        is_text = True
+        is_text = not _is_token_ids(prompt)
     if is_text != isinstance(prompt, str):
         raise InvalidRequestError(
-            "A prompt must be a string, {'prompt': text} or {'prompt_token_ids': [ids]}, not "
-            f"{type(prompt).__name__}."
+            "A prompt must be a string, a list of token ids, {'prompt': text} or "
+            f"{{'prompt_token_ids': [ids]}}, not {type(prompt).__name__}."
         )
     return prompt
 
@@ -327,6 +332,23 @@ def _likeliest(answer: RequestOutput) -> list[tuple[int, float]]:
     """The candidates for the only token of an answer, likeliest first."""
     [candidates] = answer.outputs[0].logprobs or [{}]
     return [(token, found.logprob) for token, found in candidates.items() if found.rank is not None]
+
+
+def _listed(prompts: Any) -> Sequence[Any]:
+    """One prompt, or several, as a list. Raises InvalidRequestError for what is neither."""
+    if not isinstance(prompts, (Sequence, Mapping)):
+        raise InvalidRequestError(f"prompts must be a prompt or a list of them, not {prompts!r:.60}.")
+    one = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
+    return [prompts] if one else list(prompts)
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    return isinstance(prompts, (list, tuple)) and bool(prompts) and all(type(i) is int for i in prompts)
+
+
+def _argument_names(kind: type[LLM]) -> list[str]:
+    parameters = inspect.signature(kind).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
 
 def _with_arguments(config: Any, **arguments: Any) -> Any:

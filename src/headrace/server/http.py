@@ -21,10 +21,20 @@ class ClientGone(Exception):
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    """The whole body. Raises PayloadTooLargeError once more than ``limit`` bytes have come, whatever the
-    content-length header claims, InvalidRequestError (408) if it takes longer than ``timeout_s``, and
-    ClientGone if the client leaves meanwhile.
+    """The whole body. Raises PayloadTooLargeError if more than ``limit`` bytes are announced or have come,
+    whatever the content-length header claims, InvalidRequestError if it is compressed (415) or takes longer
+    than ``timeout_s`` (408), and ClientGone if the client leaves meanwhile.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        error = InvalidRequestError(
+            f"the request body is compressed ({encoding[:40]!r} in content-encoding); send it as it is"
+        )
+        error.status, error.code = 415, "unsupported_encoding"
+        raise error
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and (len(announced) > 18 or int(announced) > limit):
+        raise _too_large(limit)
     try:
         async with asyncio.timeout(timeout_s):
             return await _read(request, limit)
@@ -44,10 +54,14 @@ async def _read(request: Request, limit: int) -> bytes:
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
-            raise PayloadTooLargeError(f"the request body is over this server's limit of {limit} bytes")
+            raise _too_large(limit)
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def _too_large(limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"the request body is over this server's limit of {limit} bytes")
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ import uvicorn
 from headrace.errors import HeadraceError
 from headrace.observe.logs import Forward
 from headrace.server.app import build_app
+from headrace.server.connection import Bounds, Connection, raise_file_limit
 from headrace.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -44,8 +46,10 @@ def run(
         logging.getLogger(name).handlers = [forward]
         logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger(name).propagate = False
+    bounds = Bounds(timeout_s=state.settings.read_timeout_s, max_connections=raise_file_limit())
     config = uvicorn.Config(
         build_app(state),
+        http=functools.partial(Connection, bounds),  # type: ignore[arg-type]
         lifespan="off",
         ws="none",
         log_config=None,
