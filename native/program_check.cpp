@@ -65,7 +65,8 @@ void Program::check_instruction(const Instruction& in) const {
   require(in.op >= 0 && in.op < kOpCount, "unknown instruction");
   require(in.kv_group >= 0 && in.kv_group < limits_.kv_groups,
           "instruction names a KV group that is not there");
-  const bool per_token = in.op == kEmbed || in.op == kAngles || in.op == kRope || in.op == kAttention;
+  const bool per_token =
+      in.op == kEmbed || in.op == kAngles || in.op == kRope || in.op == kAttention || in.op == kPool;
   require(!per_token || !in.logit_rows, "instruction works on tokens, not on logit rows");
   const bool has_width = in.op != kRope && in.op != kAttention && in.op != kSample;
   require(!has_width || is_width(in.i0), "width outside of 1..2^26");
@@ -127,14 +128,15 @@ void Program::check_operands(const Instruction& in, const std::vector<int64_t>& 
     if (o.base < 0) reject(std::string("missing operand: ") + what);
   };
   const bool reads = in.op == kNorm || in.op == kQuantise || in.op == kMatmul || in.op == kAttention ||
-                     in.op == kGlu || in.op == kSample;
+                     in.op == kGlu || in.op == kSample || in.op == kPool;
   if (reads) present(in.in, "in");
   if (in.op != kSample) present(in.out, "out");
   if (in.op == kEmbed || in.op == kAngles || in.op == kNorm || in.op == kMatmul) present(in.weight, "weight");
 
   switch (in.op) {
     case kEmbed:
-      flat(in.weight, matrix_bytes(in.format, limits_.vocab, in.i1), "embedding");
+      flat(in.weight, matrix_bytes(in.format, in.i2 ? limits_.max_positions : limits_.vocab, in.i1),
+           "embedding");
       return written(in.out, rows, in.out_stride, width, "out");
     case kAngles:
       require(in.weight.offset % 8 == 0, "frequencies are not aligned");
@@ -143,6 +145,7 @@ void Program::check_operands(const Instruction& in, const std::vector<int64_t>& 
     case kNorm:
       span(in.in, in.i2 ? limits_.max_tokens : rows, in.in_stride, width, "in");
       flat(in.weight, width, "norm");
+      flat(in.weight2, width, "norm bias");
       quantised(in.out2);
       return written(in.out, rows, in.out_stride, width, "out");
     case kQuantise:
@@ -174,6 +177,9 @@ void Program::check_operands(const Instruction& in, const std::vector<int64_t>& 
       return written(in.out, rows, in.out_stride, width, "out");
     case kSoftcap:
       return written(in.out, rows, in.out_stride, width, "out");
+    case kPool:
+      span(in.in, rows, in.in_stride, width, "in");
+      return written(in.out, limits_.max_sequences, in.out_stride, width, "out");
     case kSample:  // overwrites the logits where bias, penalties and masks say so
       return written(in.in, rows, in.in_stride, int64_t{limits_.vocab} * 4, "logits");
     default:

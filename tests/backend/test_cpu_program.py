@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.backend.batch import Batch, Float32
 from headrace.backend.cpu import _native
-from headrace.backend.cpu.graph import decoder_graph
+from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.instruction import INSTRUCTION, Base, Op
 from headrace.backend.cpu.recorder import Recording, kv_layer_bytes, record
 from headrace.backend.cpu.runner import CpuRunner, chosen_isa, open_cpu_runner
@@ -291,7 +291,7 @@ class Parts:
 
 @pytest.fixture(scope="module")
 def parts(checkpoint: SafetensorsCheckpoint) -> Parts:
-    nodes = decoder_graph(checkpoint.architecture)
+    nodes = network_graph(checkpoint.architecture)
     weights = packed_weights(checkpoint, nodes)
     recording = record(nodes, checkpoint.architecture, weights.tensors, SETTINGS, _native.quant_row_bytes)
     return Parts(checkpoint.architecture, weights, recording)
@@ -330,7 +330,7 @@ def set_field(row: NDArray[np.void], path: str, value: int) -> None:
 HUGE = 2**62
 EVERY_OP = [
     ("op", -1),
-    ("op", 10),
+    ("op", len(Op)),
     ("kv_group", -1),
     ("kv_group", 2),
     ("output.offset", HUGE),

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.backend.cpu.graph import decoder_graph
+from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.weights_file import PackedWeights, packed_weights
 from headrace.errors import HeadraceError, ModelFormatError
 from headrace.model.weights.safetensors import SafetensorsCheckpoint
@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(folder: Path) -> PackedWeights:
     checkpoint = SafetensorsCheckpoint(folder)
-    return packed_weights(checkpoint, decoder_graph(checkpoint.architecture))
+    return packed_weights(checkpoint, network_graph(checkpoint.architecture))
 
 
 def packed_file(cache: Path) -> Path:
@@ -66,7 +66,7 @@ def test_quantisation_and_changed_sources_have_files_of_their_own(
 ) -> None:
     load(folder)
     checkpoint = SafetensorsCheckpoint(folder, quantization="int8")
-    packed_weights(checkpoint, decoder_graph(checkpoint.architecture))
+    packed_weights(checkpoint, network_graph(checkpoint.architecture))
     shutil.copytree(folder, tmp_path / "copy")
     load(tmp_path / "copy")
     assert len(list(cache.iterdir())) == 3
@@ -177,12 +177,12 @@ def run_python(code: str, *arguments: str, **options: object) -> subprocess.Comp
 PACK = """
 import os, sys
 from pathlib import Path
-from headrace.backend.cpu.graph import decoder_graph
+from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.weights_file import packed_weights
 from headrace.errors import HeadraceError
 from headrace.model.weights.safetensors import SafetensorsCheckpoint
 checkpoint = SafetensorsCheckpoint(Path(sys.argv[1]))
-nodes = decoder_graph(checkpoint.architecture)
+nodes = network_graph(checkpoint.architecture)
 if len(sys.argv) > 2:
     os.seteuid(int(sys.argv[2]))
 try:

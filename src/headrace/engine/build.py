@@ -10,11 +10,15 @@ import msgspec
 
 from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.runner import RunnerSettings
-from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from headrace.engine.engine import Engine
 from headrace.engine.memory import block_bytes, check_memory
 from headrace.errors import ConfigError
 from headrace.model.architecture import Architecture
+
+SPARE_LOGIT_ROWS = 32  # of a step beyond one a sequence, shared by drafts and prompt logprobs
+MAX_DRAFT_TOKENS = 64
+MAX_LOOKUP = 64
 
 
 class CheckpointSpec(msgspec.Struct, kw_only=True, tag="checkpoint"):
@@ -75,9 +79,20 @@ def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: 
     checkpoint = open_checkpoint(path, quantization=model.quantization)
     architecture = checkpoint.architecture
     num_blocks = blocks_in_pool(architecture, cache)
-    max_model_len = min(architecture.max_positions, num_blocks * BLOCK_SIZE)
-    if model.max_model_len is not None:
-        max_model_len = min(max_model_len, model.max_model_len)
+    longest, asked = architecture.max_positions, model.max_model_len
+    if architecture.encoder is not None:
+        num_blocks = min(num_blocks, _blocks_of_a_step(scheduler))
+        if asked is None:
+            longest = architecture.encoder.max_tokens
+    max_model_len = min(longest, num_blocks * BLOCK_SIZE)
+    if asked is not None:
+        max_model_len = min(max_model_len, asked)
+    if architecture.encoder is not None and max_model_len > scheduler.max_num_batched_tokens:
+        raise ConfigError(
+            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}, but an encoder computes a text "
+            f"in one step, and texts may have {max_model_len} tokens: give at least as many.",
+            param="max_num_batched_tokens",
+        )
     settings = _runner_settings(num_blocks, max_model_len, scheduler, model.threads, model.device)
     if model.backend == "cpu":  # torch asks its own device
         check_memory(checkpoint, model, settings)
@@ -95,6 +110,11 @@ def blocks_in_pool(architecture: Architecture, cache: CacheConfig) -> int:
             f"takes {size} bytes with this model: give at least that, better a thousand times as much."
         )
     return num_blocks
+
+
+def _blocks_of_a_step(scheduler: SchedulerConfig) -> int:
+    """What an encoder can use: its blocks are free again after every step."""
+    return scheduler.max_num_batched_tokens // BLOCK_SIZE + scheduler.max_num_seqs + 1
 
 
 def check_model_config(model: ModelConfig) -> None:
@@ -127,24 +147,45 @@ def check_scheduler_config(scheduler: SchedulerConfig) -> None:
     _whole("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
     _whole("max_waiting", scheduler.max_waiting, 1)
     _seconds_or_size("max_queue_time_s", scheduler.max_queue_time_s)
+    if scheduler.speculative is not None:
+        check_speculative_config(scheduler.speculative)
+
+
+def check_speculative_config(speculative: SpeculativeConfig) -> None:
+    """Raise ConfigError naming the first setting that is wrong."""
+    _one_of("method", speculative.method, ("ngram",))
+    _whole("num_speculative_tokens", speculative.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
+    _whole("prompt_lookup_max", speculative.prompt_lookup_max, 1, MAX_LOOKUP)
+    _whole("prompt_lookup_min", speculative.prompt_lookup_min, 1, MAX_LOOKUP)
+    _one_of("adaptive", speculative.adaptive, (True, False))
+    if speculative.prompt_lookup_min > speculative.prompt_lookup_max:
+        raise ConfigError(
+            f"prompt_lookup_min ({speculative.prompt_lookup_min}) must not be above prompt_lookup_max "
+            f"({speculative.prompt_lookup_max}).",
+            param="prompt_lookup_min",
+        )
 
 
 def _runner_settings(
     num_blocks: int, max_model_len: int, scheduler: SchedulerConfig, threads: int, device: str
 ) -> RunnerSettings:
+    max_sequences = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    drafts = 0 if scheduler.speculative is None else scheduler.speculative.num_speculative_tokens
     return RunnerSettings(
         num_blocks=num_blocks,
         max_batch_tokens=scheduler.max_num_batched_tokens,
-        max_sequences=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        max_sequences=max_sequences,
         max_model_len=max_model_len,
+        max_logit_rows=min(max_sequences + max(drafts, SPARE_LOGIT_ROWS), scheduler.max_num_batched_tokens),
         threads=threads,
         device=device,
     )
 
 
-def _whole(name: str, value: Any, low: int) -> None:
-    if type(value) is not int or not low <= value < 2**63:
-        raise ConfigError(f"{name} must be a whole number of {low} or more, not {value!r}.", param=name)
+def _whole(name: str, value: Any, low: int, high: int = 2**63 - 1) -> None:
+    if type(value) is not int or not low <= value <= high:
+        bound = f"of {low} or more" if high == 2**63 - 1 else f"from {low} to {high}"
+        raise ConfigError(f"{name} must be a whole number {bound}, not {value!r}.", param=name)
 
 
 def _seconds_or_size(name: str, value: Any) -> None:

@@ -5,13 +5,16 @@ These structs cross the process boundary as msgpack (msgspec), so they hold plai
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when generation ends; names and defaults as in vLLM.
 
-    ``stop`` is decided by the frontend (the engine knows no text) and ignored by the engine.
+    ``stop`` and the fields from ``bad_words`` on concern text: the frontend sees to them, the engine ignores
+    them.
     Call :meth:`validate` before use: it raises InvalidRequestError naming the field.
     """
 
@@ -31,6 +34,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None  # None = none; 0 = the sampled token's only; k = the top k's too
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens from the second on
+    allowed_token_ids: list[int] | None = None  # nothing else is sampled
+    bad_words: list[str] = msgspec.field(default_factory=list)  # the output never spells one of these
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True  # in the text
+    detokenize: bool = True  # False = token ids only
+    truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1 = as many as fit
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Raise InvalidRequestError, naming the field, what is wrong with it and what would be right.
@@ -43,7 +53,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="request"):
-    """One client's request, tokenised. ``params.n`` sequences come of it."""
+    """One client's request, tokenised. ``params.n`` sequences come of it.
+
+    ``kind``: what is wanted; decoders generate, encoders embed. Of the parameters an embedding uses none.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -52,6 +65,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
     priority: int = 0  # lower runs first; FIFO among equals
     arrival_time: float = 0.0  # time.monotonic() of the submitting process's host
     cache_salt: str = ""
+    bad_word_ids: list[list[int]] = msgspec.field(default_factory=list)  # no output spells one of these
+    kind: Literal["generate", "embed"] = "generate"
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -68,12 +83,14 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     ``finish_reason``: None while running; ``stop`` (EOS or stop token, which is the last of token_ids),
     ``length``, ``abort`` or ``error`` (then ``error_*`` say why). Times are time.monotonic() seconds.
+    An embedding is one output: ``stop``, with ``vector``, at what stands as its first token's time.
     """
 
     request_id: str
     choice: int = 0
     token_ids: list[int] = msgspec.field(default_factory=list)  # new ones
     logprobs: list[TokenLogprobs] | None = None  # one per new token, when asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token: of the prompt's, all but first
     finish_reason: str | None = None
     stop_token_id: int | None = None  # the token that ended it, when finish_reason is "stop"
     error_message: str | None = None
@@ -81,6 +98,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    vector: bytes | None = None  # float32, little-endian
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -96,6 +114,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0  # prompt tokens computed or found, of scheduled requests
     generation_tokens: int = 0
     num_preemptions: int = 0
+    draft_tokens: int = 0  # verified in steps
+    draft_tokens_accepted: int = 0
+    draft_tokens_per_position: list[int] = msgspec.field(default_factory=list)
+    draft_tokens_accepted_per_position: list[int] = msgspec.field(default_factory=list)
     num_steps: int = 0
     step_seconds: float = 0.0  # spent in steps, total
     batch_tokens: int = 0  # tokens in steps, total
@@ -104,3 +126,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     def prefix_cache_hit_rate(self) -> float:
         """Share of looked-up prompt tokens that were found; 0 before the first look-up."""
         return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of drafted tokens that were accepted; 0 before the first draft."""
+        return self.draft_tokens_accepted / self.draft_tokens if self.draft_tokens else 0.0

@@ -44,14 +44,32 @@ class SamplingRows:
         self._choice[row] = seq.choice
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
 
-    def table(self, sampled: list[Sequence]) -> SamplingTable:
-        """The table for one step: a row for each sequence that samples a token in it, in this order."""
-        m = len(sampled)
-        rows = np.array([seq.row for seq in sampled], np.intp)
-        seen_start, seen_ids, seen_counts = _join([seq.seen() for seq in sampled], np.int32)
-        bias_start, bias_ids, bias_values = _join([seq.bias() for seq in sampled], np.float32)
+    def table(self, sampled: list[tuple[Sequence, int]]) -> SamplingTable:
+        """The table for one step: a row for each sequence and position whose token is sampled in it.
+
+        At a position of the prompt the token is known and only its log-probabilities are wanted: it is
+        sampled greedily under a bias that leaves no choice.
+        """
+        rows = np.array([seq.row for seq, _ in sampled], np.intp)
+        positions = np.array([position for _, position in sampled], np.uint32)
+        temperature, num_logprobs = self._temperature[rows], self._num_logprobs[rows]
+        seen: list[_Ragged] = [None] * len(sampled)
+        bias: list[_Ragged] = [None] * len(sampled)
+        allowed: list[NDArray[np.uint32] | None] = [None] * len(sampled)
+        for at, (seq, position) in enumerate(sampled):
+            if seq.is_plain:
+                continue
+            if position < seq.num_prompt_tokens:
+                bias[at] = seq.forced(position)
+                temperature[at] = 0.0
+                num_logprobs[at] = seq.request.params.prompt_logprobs or 0
+            else:
+                seen[at], bias[at], allowed[at] = seq.seen(position), seq.bias(position), seq.request.allowed
+        seen_start, seen_ids, seen_counts = _join(seen, np.int32)
+        bias_start, bias_ids, bias_values = _join(bias, np.float32)
+        mask_row, masks = self._masks(allowed)
         return SamplingTable(
-            temperature=self._temperature[rows],
+            temperature=temperature,
             top_k=self._top_k[rows],
             top_p=self._top_p[rows],
             min_p=self._min_p[rows],
@@ -60,17 +78,26 @@ class SamplingRows:
             repetition_penalty=self._repetition[rows],
             seed=self._seed[rows],
             choice=self._choice[rows],
-            position=np.array([seq.num_tokens for seq in sampled], np.uint32),
-            num_logprobs=self._num_logprobs[rows],
+            position=positions,
+            num_logprobs=num_logprobs,
             seen_start=seen_start,
             seen_ids=seen_ids,
             seen_counts=seen_counts,
             bias_start=bias_start,
             bias_ids=bias_ids,
             bias_values=bias_values,
-            mask_row=np.full(m, -1, np.int32),
-            masks=self._no_masks,
+            mask_row=mask_row,
+            masks=masks,
         )
+
+    def _masks(self, masks: list[NDArray[np.uint32] | None]) -> tuple[Int32, NDArray[np.uint32]]:
+        """``(mask_row, masks)``; None allows everything."""
+        mask_row = np.full(len(masks), -1, np.int32)
+        filled = [mask for mask in masks if mask is not None]
+        if not filled:
+            return mask_row, self._no_masks
+        mask_row[[mask is not None for mask in masks]] = np.arange(len(filled))
+        return mask_row, np.stack(filled)
 
 
 def _join(parts: list[_Ragged], value_type: type[Any]) -> tuple[Int32, Int32, NDArray[Any]]:

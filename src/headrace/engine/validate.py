@@ -14,6 +14,7 @@ from headrace.errors import ContextLengthError, InvalidRequestError, OverloadedE
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 256
 MAX_LOGIT_BIAS = 100.0
 _MAX_COUNT = 2**31 - 1
 
@@ -25,6 +26,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int  # tokens of prompt and output together
     pool_tokens: int  # that the KV pool holds
     max_waiting: int
+    embeds: bool = False  # an encoder: every request is an embedding
 
     def check_request(self, request: EngineRequest) -> None:
         """Raise InvalidRequestError or ContextLengthError if ``request`` can never be served."""
@@ -35,7 +37,9 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         _whole("priority", request.priority, -(2**31), 2**31 - 1)
         _number("arrival_time", request.arrival_time)
         _check_ids("eos_token_ids", request.eos_token_ids, None)
+        _check_bad_words(request.bad_word_ids, self.vocab_size)
         request.params.validate(self.vocab_size)
+        self._check_kind(request)
         self._check_prompt(request.prompt_token_ids)
 
     def check_queue(self, num_waiting: int) -> None:
@@ -46,13 +50,27 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
                 "Try again later."
             )
 
+    def _check_kind(self, request: EngineRequest) -> None:
+        if request.kind not in ("generate", "embed"):
+            raise InvalidRequestError(f"kind must be generate or embed, not {_shown(request.kind)}.")
+        if (request.kind == "embed") != self.embeds:
+            raise wrong_kind(embeds=self.embeds)
+        if self.embeds and request.params.n != 1:
+            raise InvalidRequestError("An embedding has one vector: n must be 1.", param="n")
+
     def _check_prompt(self, prompt: Any) -> None:
         # Lengths first: a prompt of absurd length is refused without a look at its tokens.
         if not isinstance(prompt, list):
             raise InvalidRequestError("The prompt must be a list of token ids.", param="prompt")
         if not prompt:
             raise InvalidRequestError("The prompt is empty; it needs at least one token.", param="prompt")
-        if len(prompt) >= self.max_model_len:
+        if self.embeds and len(prompt) > self.max_model_len:
+            raise ContextLengthError(
+                f"The model embeds texts of up to {self.max_model_len} tokens, but this one has "
+                f"{len(prompt)}. Shorten it, or let truncate_prompt_tokens cut it.",
+                param="input",
+            )
+        if not self.embeds and len(prompt) >= self.max_model_len:
             bound = (
                 "The KV pool holds" if self.pool_tokens <= self.max_model_len else "The model's context is"
             )
@@ -62,6 +80,19 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
                 param="prompt",
             )
         _check_ids("prompt", prompt, self.vocab_size)
+
+
+def wrong_kind(*, embeds: bool) -> InvalidRequestError:
+    """What a request gets that asks a decoder for embeddings or an encoder (``embeds``) for text."""
+    if embeds:
+        return InvalidRequestError(
+            "This model embeds texts, it does not generate any: use embeddings, or serve a generating model.",
+            param="model",
+        )
+    return InvalidRequestError(
+        "This model generates text, it does not embed any: serve an encoder for that, such as minilm-l6.",
+        param="model",
+    )
 
 
 def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> None:
@@ -89,18 +120,56 @@ def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> Non
         )
     if params.logprobs is not None:
         _whole("logprobs", params.logprobs, 0, MAX_LOGPROBS)
-    if not isinstance(params.ignore_eos, bool):
+    if params.prompt_logprobs is not None:
+        _whole("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
+    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+        value = getattr(params, name)
+        if not isinstance(value, bool):
+            raise InvalidRequestError(f"{name} must be true or false, not {_shown(value)}.", param=name)
+    for name in ("stop", "bad_words"):
+        texts = getattr(params, name)
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            raise InvalidRequestError(f"{name} must be a list of non-empty strings.", param=name)
+    if params.stop and not params.detokenize:
         raise InvalidRequestError(
-            f"ignore_eos must be true or false, not {_shown(params.ignore_eos)}.", param="ignore_eos"
+            "Stop strings are looked for in text, which detokenize=False does not make: use stop_token_ids.",
+            param="stop",
         )
-    if not isinstance(params.stop, list) or not all(isinstance(s, str) and s for s in params.stop):
-        raise InvalidRequestError("stop must be a list of non-empty strings.", param="stop")
+    if len(params.bad_words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(
+            f"bad_words holds {len(params.bad_words)} words; at most {MAX_BAD_WORDS} are possible.",
+            param="bad_words",
+        )
+    if params.truncate_prompt_tokens is not None:
+        _whole("truncate_prompt_tokens", params.truncate_prompt_tokens, -1, _MAX_COUNT)
+        if params.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens must be 1 or more, or -1 for as many as fit, not 0.",
+                param="truncate_prompt_tokens",
+            )
+    if params.allowed_token_ids is not None:
+        _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        if not params.allowed_token_ids:
+            raise InvalidRequestError(
+                "allowed_token_ids must not be empty; leave it out to allow every token.",
+                param="allowed_token_ids",
+            )
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     if not isinstance(params.logit_bias, dict):
         raise InvalidRequestError("logit_bias must map token ids to numbers.", param="logit_bias")
     _check_ids("logit_bias", list(params.logit_bias), vocab_size)
     for value in params.logit_bias.values():
         _number("logit_bias", value, lambda x: abs(x) <= MAX_LOGIT_BIAS, "from -100 to 100")
+
+
+def _check_bad_words(words: Any, vocab_size: int) -> None:
+    if not isinstance(words, list) or len(words) > 2 * MAX_BAD_WORDS or not all(words):
+        raise InvalidRequestError(
+            f"bad_word_ids must be a list of at most {2 * MAX_BAD_WORDS} lists of token ids.",
+            param="bad_words",
+        )
+    for word in words:
+        _check_ids("bad_word_ids", word, vocab_size)
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> None:

@@ -1,4 +1,4 @@
-"""Generating for many prompts at once and collecting whole answers: the blocking side of the frontend."""
+"""Whole answers or embeddings for many prompts at once: the blocking side of the frontend."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from queue import SimpleQueue
 from headrace import errors
 from headrace.engine.request import SamplingParams, TokenLogprobs
 from headrace.errors import GenerationError, HeadraceError, OverloadedError
+from headrace.frontend.embedding import vector_of
 from headrace.frontend.frontend import Frontend
-from headrace.frontend.outputs import CompletionOutput, Logprob, RequestOutput, TextOutput
+from headrace.frontend.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+    TextOutput,
+)
 from headrace.frontend.text_request import TextRequest
 from headrace.frontend.tokenizer import Tokenizer
 
@@ -93,6 +101,44 @@ def generate_batch(
     return answers
 
 
+def embed_batch(
+    frontend: Frontend,
+    texts: Sequence[tuple[str | None, list[int]]],
+    *,
+    dimensions: int | None,
+    show_progress: bool,
+) -> list[EmbeddingRequestOutput]:
+    """Embed all ``texts`` (with their token ids) and return vectors in their order.
+
+    An exception, KeyboardInterrupt included, aborts what runs. Raises what the first failure was.
+    """
+    encoder = frontend.client.architecture.encoder
+    assert encoder is not None
+    if not texts:
+        return []
+    news: SimpleQueue[int | None] = SimpleQueue()  # indices of texts that are embedded; None at the end
+    job = frontend.embedding_job([ids for _, ids in texts], lambda: news.put(None), embedded=news.put)
+    with _progress(len(texts), show_progress) as advance:
+        try:
+            job.start()
+            while (index := news.get()) is not None:
+                advance(len(texts[index][1]), True)
+        except BaseException:
+            job.abort()
+            raise
+    if job.error is not None:
+        raise job.error
+    return [
+        EmbeddingRequestOutput(
+            request_id=output.request_id,
+            outputs=EmbeddingOutput(vector_of(output, dimensions, normalize=encoder.normalize).tolist()),
+            prompt=text,
+            prompt_token_ids=ids,
+        )
+        for (text, ids), output in zip(texts, job.outputs, strict=True)
+    ]
+
+
 def _failure(failures: list[tuple[int, TextOutput]], answers: list[RequestOutput]) -> HeadraceError:
     index, first = failures[0]
     message = first.error_message or "generation failed"
@@ -126,24 +172,28 @@ def _append(answer: RequestOutput, news: TextOutput, tokenizer: Tokenizer) -> No
     completion.text += news.text
     completion.token_ids += news.token_ids
     completion.finish_reason, completion.stop_reason = news.finish_reason, news.stop_reason
+    if news.prompt_logprobs is not None:
+        answer.prompt_logprobs = [None, *(candidates(entry, tokenizer) for entry in news.prompt_logprobs)]
     answer.num_cached_tokens = max(answer.num_cached_tokens, news.num_cached_tokens)
     if completion.logprobs is not None and news.logprobs is not None:
-        completion.logprobs += [_candidates(entry, tokenizer) for entry in news.logprobs]
+        completion.logprobs += [candidates(entry, tokenizer) for entry in news.logprobs]
         total = completion.cumulative_logprob or 0.0
         completion.cumulative_logprob = total + sum(entry.logprob for entry in news.logprobs)
 
 
-def _candidates(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+def candidates(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The likeliest tokens at one position, and the one that is there, by id."""
+
     def text(token: int) -> str:
         return tokenizer.token_bytes(token).decode("utf-8", "replace")
 
-    candidates = {
+    found = {
         token: Logprob(logprob, rank, text(token))
         for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1)
     }
-    if entry.token_id not in candidates:
-        candidates[entry.token_id] = Logprob(entry.logprob, None, text(entry.token_id))
-    return candidates
+    if entry.token_id not in found:
+        found[entry.token_id] = Logprob(entry.logprob, None, text(entry.token_id))
+    return found
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from headrace.engine.client import EngineClient
-from headrace.engine.request import EngineRequest, SamplingParams
+from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams
+from headrace.engine.validate import wrong_kind
 from headrace.errors import ContextLengthError, InvalidRequestError
+from headrace.frontend.embedding import EmbeddingJob
 from headrace.frontend.outputs import TextOutput
 from headrace.frontend.text_request import TextRequest
 from headrace.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -34,6 +37,7 @@ class Frontend:
     """Tokenises, submits, and turns tokens back into text; thread-safe, and never on the engine's thread.
 
     ``max_model_len``: tokens of prompt and output together that one sequence may have.
+    ``eos_token_ids``: tokens that end an answer.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, model_name: str) -> None:
@@ -41,7 +45,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.max_model_len = client.max_model_len
-        self._eos_token_ids = [i for i in tokenizer.eos_token_ids if i < client.architecture.vocab_size]
+        self.eos_token_ids = [i for i in tokenizer.eos_token_ids if i < client.architecture.vocab_size]
         self._prefix = os.urandom(4).hex()
         self._numbers = itertools.count()  # next() on it is atomic
         self._lock = threading.Lock()
@@ -71,6 +75,75 @@ class Frontend:
                 param="prompt",
             )
         return ids
+
+    def encode_input(self, text: str | Sequence[int], truncate_prompt_tokens: int | None = None) -> list[int]:
+        """Token ids of something to embed; a list of ids is only checked.
+
+        ``truncate_prompt_tokens``: cut what is longer, keeping its beginning; -1 = to the model's limit.
+        Raises InvalidRequestError for what is no text, ContextLengthError if it is too long.
+        """
+        limit, longest = truncate_prompt_tokens, self.max_model_len
+        if limit is not None:
+            if type(limit) is not int or not (limit == -1 or 1 <= limit <= longest):
+                raise InvalidRequestError(
+                    f"truncate_prompt_tokens must be -1, or from 1 to {longest}.",
+                    param="truncate_prompt_tokens",
+                )
+            limit = longest if limit == -1 else limit
+        if limit is not None and isinstance(text, str):
+            return self.tokenizer.encode_truncated(text, limit)
+        ids = self.encode_prompt(text)[:limit]
+        if len(ids) > longest:
+            raise ContextLengthError(
+                f"The text has {len(ids)} tokens; the model embeds up to {longest}. Shorten it, or let "
+                "truncate_prompt_tokens cut it.",
+                param="input",
+            )
+        return ids
+
+    def check_kind(self, *, embeds: bool) -> None:
+        """Raise InvalidRequestError if the model does not embed, or (``embeds`` false) does not generate."""
+        if (self.client.architecture.encoder is not None) != embeds:
+            raise wrong_kind(embeds=not embeds)
+
+    def embedding_job(
+        self,
+        inputs: Sequence[list[int]],
+        done: Callable[[], None],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        embedded: Callable[[int], None] | None = None,
+    ) -> EmbeddingJob:
+        """A job, to be started, that embeds all ``inputs``. Raises InvalidRequestError for a decoder."""
+        self.check_kind(embeds=True)
+        name = request_id or f"{self._prefix}-{next(self._numbers)}"
+        return EmbeddingJob(self.client, inputs, done, request_id=name, priority=priority, embedded=embedded)
+
+    async def embed(
+        self, inputs: Sequence[list[int]], *, request_id: str | None = None, priority: int = 0
+    ) -> list[EngineOutput]:
+        """One output with a vector for each input. Cancelling it ends what still runs.
+
+        Raises InvalidRequestError, ContextLengthError, OverloadedError, GenerationError or EngineDeadError.
+        """
+        import asyncio
+
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def done() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(ended.set)
+
+        job = self.embedding_job(inputs, done, request_id=request_id, priority=priority)
+        try:
+            job.start()
+            await ended.wait()
+        finally:
+            job.abort()
+        if job.error is not None:
+            raise job.error
+        return job.outputs
 
     def render_chat(
         self,
@@ -109,8 +182,22 @@ class Frontend:
             raise InvalidRequestError("The chat template made an empty prompt of these messages.")
         return ids
 
+    def truncate(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The end of a prompt, as long as ``truncate_prompt_tokens`` says.
+
+        -1 leaves the answer its ``max_tokens``, or one token if it has no limit.
+        """
+        most = params.truncate_prompt_tokens
+        if most is None or type(most) is not int:  # check() refuses what is no number
+            return prompt_token_ids
+        if most == -1:
+            answer = params.max_tokens if type(params.max_tokens) is int else 1
+            most = max(1, self.max_model_len - max(1, answer))
+        return prompt_token_ids[-most:] if most > 0 else prompt_token_ids
+
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """What can be said before submitting: raises InvalidRequestError or ContextLengthError."""
+        self.check_kind(embeds=False)
         params.validate(self.client.architecture.vocab_size)
         if len(prompt_token_ids) >= self.max_model_len:
             raise ContextLengthError(
@@ -133,17 +220,19 @@ class Frontend:
 
         Raises InvalidRequestError, ContextLengthError, OverloadedError or EngineDeadError at once.
         """
+        self.check_kind(embeds=False)
         self.tokenizer.token_bytes(0)  # raises if this tokenizer can't generate
         request = EngineRequest(
             request_id=request_id or f"{self._prefix}-{next(self._numbers)}",
             prompt_token_ids=list(prompt_token_ids),
             params=params,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             priority=priority,
             arrival_time=time.monotonic(),
             cache_salt=cache_salt,
         )
         self.check(request.prompt_token_ids, params)
+        request.bad_word_ids = self._bad_word_ids(params.bad_words)
         text_request = TextRequest(self.client, request, self.tokenizer, wake)
         self.client.submit(request, text_request.receive)
         return text_request
@@ -192,9 +281,21 @@ class Frontend:
         """Close the engine: what still runs ends with ``abort``. Closing twice is fine."""
         self.client.close()
 
+    def _bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as the model may spell it: at the beginning of a text and after a space."""
+        vocab_size = self.client.architecture.vocab_size
+        spellings: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()) if word.strip() else (word,):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids and max(ids) < vocab_size:
+                    spellings[tuple(ids)] = None
+        return [list(ids) for ids in spellings]
+
     def _chat_template(self) -> ChatTemplate:
         from headrace.frontend.chat_template import ChatTemplate
 
+        self.check_kind(embeds=False)
         source = self.tokenizer.chat_template
         if source is None:
             raise InvalidRequestError(

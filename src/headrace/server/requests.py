@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import InvalidRequestError
+from headrace.frontend.beam_search import MAX_BEAMS
 
 MAX_STOP_STRINGS = 16
 _INT32 = 2**31 - 1
@@ -70,6 +71,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     min_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=256)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    use_beam_search: bool | None = None
+    num_beams: Annotated[int, Meta(ge=1, le=MAX_BEAMS)] | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
     # no effect on the answer
     user: Ignored = None
@@ -114,7 +125,21 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     suffix: Unsupported = None
 
 
-R = TypeVar("R", bound=GenerationRequest)
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /v1/embeddings``. ``input``: text, token ids, or a list of either."""
+
+    input: str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1)]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
+    # extensions, named as in vLLM
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    # no effect on the answer
+    user: Ignored = None
+
+
+R = TypeVar("R", bound=GenerationRequest | EmbeddingRequest)
 
 _PATH = re.compile(r" - at `(key` in `)?\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
@@ -139,19 +164,25 @@ def decode(kind: type[R], body: bytes) -> R:
         raise InvalidRequestError("the request body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the request body is not valid JSON in UTF-8: {error}") from None
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequestError(
-            "`stream_options` needs `stream`: true; leave it out or stream", param="stream_options"
-        )
-    _check_stop(request.stop)
+    if isinstance(request, GenerationRequest):
+        if request.stream_options is not None and not request.stream:
+            raise InvalidRequestError(
+                "`stream_options` needs `stream`: true; leave it out or stream", param="stream_options"
+            )
+        _check_stop(request.stop)
+        _check_beams(request)
+        if request.stream and request.prompt_logprobs is not None:
+            raise _unsupported("prompt_logprobs", "them in streams; ask for the whole answer")
     if isinstance(request, ChatCompletionRequest):
         _check_chat(request)
     elif isinstance(request, CompletionRequest):
         _check_completion(request)
+    elif isinstance(request, EmbeddingRequest):
+        _check_embedding(request)
     return request
 
 
-def _explain(kind: type[GenerationRequest], text: str) -> InvalidRequestError:
+def _explain(kind: type[msgspec.Struct], text: str) -> InvalidRequestError:
     """msgspec's message in the words of JSON, with the field as ``param``."""
     param: str | None = None
     where = ""
@@ -198,6 +229,29 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
     if stop is None:
         return []
     return [stop] if isinstance(stop, str) else stop
+
+
+_NOT_WITH_BEAMS = (
+    *("stream", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "bad_words", "allowed_token_ids"),
+)
+
+
+def _check_beams(request: GenerationRequest) -> None:
+    if not request.use_beam_search:
+        for name in ("num_beams", "length_penalty", "early_stopping"):
+            if getattr(request, name) is not None:
+                raise InvalidRequestError(f"`{name}` needs `use_beam_search`: true", param=name)
+        return
+    for name in _NOT_WITH_BEAMS:
+        if getattr(request, name, None) not in (None, False, 0, [], {}):
+            raise _unsupported(name, f"`{name}` with `use_beam_search`; leave one of them out")
+    if request.repetition_penalty not in (None, 1.0):
+        raise _unsupported("repetition_penalty", "penalties with `use_beam_search`; leave one of them out")
+    if request.num_beams is None and (request.n or 1) > MAX_BEAMS:
+        raise InvalidRequestError(f"`n`: beam search gives at most {MAX_BEAMS} answers", param="n")
+    if request.num_beams is not None and (request.n or 1) > request.num_beams:
+        raise InvalidRequestError("`n` must not be above `num_beams`", param="n")
 
 
 def _check_chat(request: ChatCompletionRequest) -> None:
@@ -269,28 +323,43 @@ def _check_completion(request: CompletionRequest) -> None:
         raise _unsupported("suffix", "text after the completion; leave it out")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise _unsupported("best_of", "choosing among more completions than `n`; leave it out")
-    if request.echo and request.logprobs is not None:
-        raise _unsupported("echo", "the prompt's logprobs; send `echo` or `logprobs`, not both")
+    if request.stream and request.echo and request.logprobs is not None:
+        raise _unsupported("echo", "the prompt's logprobs in streams; ask for the whole answer")
     prompts(request.prompt)
 
 
-def prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """The prompts one by one. Raises InvalidRequestError for a list of mixed kinds or an empty prompt."""
+def _check_embedding(request: EmbeddingRequest) -> None:
+    if request.truncate_prompt_tokens == 0:
+        raise InvalidRequestError(
+            "`truncate_prompt_tokens` must be -1 (the model's limit) or 1 or more",
+            param="truncate_prompt_tokens",
+        )
+    for index, item in enumerate(prompts(request.input, "input")):
+        if not item:
+            raise InvalidRequestError(
+                f"`input[{index}]` is empty" if isinstance(request.input, list) else "`input` is empty",
+                param="input",
+            )
+
+
+def prompts(prompt: str | list[Any], name: str = "prompt") -> list[str | list[int]]:
+    """The prompts one by one. Raises InvalidRequestError for a list of mixed kinds or an empty prompt.
+
+    ``name``: of the field that holds them.
+    """
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise InvalidRequestError(
-            "`prompt`: a list must hold strings only, token ids only, or lists of token ids only",
-            param="prompt",
+            f"`{name}`: a list must hold strings only, token ids only, or lists of token ids only",
+            param=name,
         )
     if kinds == {int}:
         return [prompt]
     for index, item in enumerate(prompt):
         if isinstance(item, list) and not item:
-            raise InvalidRequestError(
-                f"`prompt[{index}]`: a list of token ids must not be empty", param="prompt"
-            )
+            raise InvalidRequestError(f"`{name}[{index}]`: a list of token ids must not be empty", param=name)
     return prompt
 
 

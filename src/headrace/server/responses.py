@@ -51,13 +51,28 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class PromptLogprob(msgspec.Struct):
+    """A candidate at a prompt token's place; ``rank`` 1 is the likeliest, null not among the top ones."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities of a completion choice; ``text_offset`` counts characters."""
+    """Log-probabilities of a completion choice; ``text_offset`` counts characters.
+
+    With ``echo`` the prompt's come first: null for its first token, which follows nothing.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each prompt token the candidates by id; null for the first."""
 
 
 class AssistantMessage(msgspec.Struct):
@@ -87,6 +102,7 @@ class ChatCompletion(msgspec.Struct):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -127,6 +143,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -139,6 +156,30 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    """One input's vector: numbers, or base64 of little-endian float32."""
+
+    index: int
+    embedding: list[float] | str | msgspec.Raw
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingList(msgspec.Struct):
+    """Answer of ``POST /v1/embeddings``."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
 
 
 class ModelCard(msgspec.Struct):

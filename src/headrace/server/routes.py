@@ -16,7 +16,7 @@ from headrace.server.chat import ChatAnswer
 from headrace.server.completions import CompletionAnswer
 from headrace.server.generation import Generation
 from headrace.server.http import EventStream, read_body, while_connected
-from headrace.server.params import chat_params, completion_params
+from headrace.server.params import beam_params, chat_params, completion_params
 from headrace.server.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from headrace.server.responses import error_event
 from headrace.server.state import ServerState, unique_id
@@ -46,7 +46,8 @@ class GenerationRoutes:
     async def chat(self, http: Request) -> Response:
         """``POST /v1/chat/completions``."""
         frontend = self._state.frontend
-        size, request = await self._parse(http, ChatCompletionRequest)
+        size, request = await read_request(self._state, http, ChatCompletionRequest)
+        frontend.check_kind(embeds=False)
         extra = dict(request.chat_template_kwargs or {})
         for reserved in {"messages", "tools", "add_generation_prompt"} & extra.keys():
             raise InvalidRequestError(
@@ -55,10 +56,12 @@ class GenerationRoutes:
         messages = requests.message_dicts(request.messages)
         opening = request.add_generation_prompt is not False
 
-        def tokenise() -> list[list[int]]:
-            return [frontend.encode_chat(messages, add_generation_prompt=opening, **extra)]
-
         params = chat_params(request)
+
+        def tokenise() -> list[list[int]]:
+            ids = frontend.encode_chat(messages, add_generation_prompt=opening, **extra)
+            return [frontend.truncate(ids, params)]
+
         answer = ChatAnswer(
             id=unique_id("chatcmpl"),
             model=request.model or self._state.names[0],
@@ -66,6 +69,7 @@ class GenerationRoutes:
             tokenizer=frontend.tokenizer,
             n=params.n,
             wants_logprobs=bool(request.logprobs),
+            wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
         )
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
@@ -73,7 +77,8 @@ class GenerationRoutes:
     async def completions(self, http: Request) -> Response:
         """``POST /v1/completions``."""
         frontend = self._state.frontend
-        size, request = await self._parse(http, CompletionRequest)
+        size, request = await read_request(self._state, http, CompletionRequest)
+        frontend.check_kind(embeds=False)
         prompts = requests.prompts(request.prompt)
         if len(prompts) > self._state.settings.max_prompts:
             raise InvalidRequestError(
@@ -82,13 +87,22 @@ class GenerationRoutes:
                 param="prompt",
             )
 
-        def tokenise() -> list[list[int]]:
-            return [frontend.encode_prompt(prompt) for prompt in prompts]
-
         params = completion_params(request)
         echo: list[str] = []
-        if request.echo:
-            echo = [p if isinstance(p, str) else frontend.tokenizer.decode(p) for p in prompts]
+        first_tokens: list[int] = []
+
+        def tokenise() -> list[list[int]]:
+            out = []
+            for prompt in prompts:
+                whole = frontend.encode_prompt(prompt)
+                ids = frontend.truncate(whole, params)
+                if request.echo:
+                    as_given = isinstance(prompt, str) and len(ids) == len(whole)
+                    echo.append(str(prompt) if as_given else frontend.tokenizer.decode(ids))
+                    first_tokens.append(ids[0])
+                out.append(ids)
+            return out
+
         answer = CompletionAnswer(
             id=unique_id("cmpl"),
             model=request.model or self._state.names[0],
@@ -97,17 +111,12 @@ class GenerationRoutes:
             n=params.n,
             prompts=len(prompts),
             wants_logprobs=request.logprobs is not None,
+            wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
             echo=echo,
+            first_tokens=first_tokens,
         )
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
-
-    async def _parse(self, http: Request, kind: type[requests.R]) -> tuple[int, requests.R]:
-        settings = self._state.settings
-        body = await read_body(http, settings.max_body_bytes, settings.read_timeout_s)
-        request = await _off_loop(lambda: requests.decode(kind, body), len(body))
-        self._state.check_model(request.model)
-        return len(body), request
 
     async def _serve(
         self,
@@ -125,8 +134,9 @@ class GenerationRoutes:
         generation = Generation(self._state, frontend, request_id, line)
 
         async def work() -> Response:
-            prompts = await _off_loop(tokenise, size)
-            await generation.start(prompts, params, request.priority or 0)
+            prompts = await off_loop(tokenise, size)
+            beams = beam_params(request, params, frontend.max_model_len)
+            await generation.start(prompts, params, request.priority or 0, beams)
             if request.stream:
                 await generation.first()
                 events = _Events(self._state, generation, answer, line)
@@ -177,7 +187,16 @@ class _Events:
         await self._generation.aclose()
 
 
-async def _off_loop(work: Callable[[], T], size: int) -> T:
+async def read_request(state: ServerState, http: Request, kind: type[requests.R]) -> tuple[int, requests.R]:
+    """The size of the body and what it asks. Raises for a body that is wrong, or a model that is not here."""
+    settings = state.settings
+    body = await read_body(http, settings.max_body_bytes, settings.read_timeout_s)
+    request = await off_loop(lambda: requests.decode(kind, body), len(body))
+    state.check_model(request.model)
+    return len(body), request
+
+
+async def off_loop(work: Callable[[], T], size: int) -> T:
     """``work()``, in a thread if ``size`` bytes of input may keep the event loop noticeably."""
     return work() if size <= _INLINE_BYTES else await asyncio.to_thread(work)
 

@@ -171,5 +171,7 @@ def _tensor_names(nodes: list[Node]) -> list[str]:
     """Matrices first, in execution order, so that q, k, v lie side by side; then vectors."""
     matrices = [f"{n.name}.weight" for n in nodes if n.kind in ("embed", "linear")]
     vectors = [f"{n.name}.weight" for n in nodes if n.kind in ("norm", "head_norm")]
+    layer_norms = [n for n in nodes if n.kind in ("norm", "head_norm") and n.attrs["spec"].kind == "layer"]
+    vectors += [f"{n.name}.bias" for n in layer_norms]
     vectors += [f"{n.name}.bias" for n in nodes if n.kind == "linear" and n.attrs["bias"]]
     return list(dict.fromkeys(matrices + vectors))
