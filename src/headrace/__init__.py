@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
-    from headrace.engine.request import SamplingParams
+    from headrace.engine.request import SamplingParams, StructuredOutputs
     from headrace.frontend.beam_search import BeamSearchParams
     from headrace.frontend.llm import LLM
 
@@ -19,6 +19,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "SpeculativeConfig",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -26,6 +27,7 @@ _HOMES = {
     "LLM": "headrace.frontend.llm",
     "BeamSearchParams": "headrace.frontend.beam_search",
     "SamplingParams": "headrace.engine.request",
+    "StructuredOutputs": "headrace.engine.request",
     "ModelConfig": "headrace.engine.config",
     "CacheConfig": "headrace.engine.config",
     "SchedulerConfig": "headrace.engine.config",

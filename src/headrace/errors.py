@@ -90,6 +90,14 @@ class GenerationError(HeadraceError):
     code = "generation_failed"
 
 
+class GrammarError(GenerationError):
+    """A grammar that compiled led one sequence to where no token can follow; others go on."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "grammar_failed"
+
+
 class ConfigError(HeadraceError):
     """A setting, flag or file of settings is wrong."""
 

@@ -224,3 +224,41 @@ def test_a_base_model_refuses_chat_and_says_what_to_do(make_frontend: Any) -> No
     base = make_frontend(tokenizer=Tokenizer(byte_backend()))
     with pytest.raises(InvalidRequestError, match=r"no chat template.*completions"):
         base.encode_chat(USER)
+
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "does it"}}
+
+
+def test_a_template_without_tools_has_them_told_in_words() -> None:
+    text = ChatTemplate(PLAIN).render([{"role": "user", "content": "hi"}], tools=[TOOL])
+    assert text.startswith("<system>")
+    assert '{"name": "f", "description": "does it"}' in text
+    assert text.endswith("<user>hi")
+    text = ChatTemplate(PLAIN).render(
+        [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}], tools=[TOOL]
+    )
+    assert text.startswith("<system>Be kind.\n\n")
+    assert text.count("<system>") == 1
+
+
+def test_a_template_without_calls_has_them_written_out() -> None:
+    text = ChatTemplate(PLAIN).render(
+        [
+            {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]},
+            {"role": "tool", "content": "42", "tool_call_id": "c"},
+        ]
+    )
+    assert text == (
+        '<assistant>Let me see.\n<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+        "<user><tool_response>\n42\n</tool_response>"
+    )
+
+
+def test_a_template_that_knows_tools_gets_them_as_they_are() -> None:
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.tool_calls | length }}{% endfor %}"
+    )
+    text = ChatTemplate(template).render([{"role": "assistant", "tool_calls": [CALL]}], tools=[TOOL])
+    assert json.loads(text.removesuffix("assistant1")) == [TOOL]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,29 +28,35 @@ _TEMPLATE = (
 )
 
 
-def byte_tokenizer(chat_template: str | None = _TEMPLATE) -> Tokenizer:
-    """One token a byte (0 … 255 in the order of the byte-level alphabet) and an end token, 256."""
+def byte_tokenizer(chat_template: str | None = _TEMPLATE, marks: Sequence[str] = ()) -> Tokenizer:
+    """One token a byte (0 … 255, in the order of the byte-level alphabet), the end token 256, ``marks``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
+    backend.add_special_tokens(["<end>", *marks])
     return Tokenizer(backend, eos_token_ids=[EOS], chat_template=chat_template)
 
 
 def small_frontend(
-    *, step_s: float = 0.0, num_blocks: int = 256, chat_template: str | None = _TEMPLATE, **scheduler: Any
+    *,
+    step_s: float = 0.0,
+    num_blocks: int = 256,
+    max_model_len: int = MAX_MODEL_LEN,
+    chat_template: str | None = _TEMPLATE,
+    marks: Sequence[str] = (),
+    **scheduler: Any,
 ) -> Frontend:
     """A frontend over an engine whose steps take ``step_s``; ``scheduler`` are fields of SchedulerConfig."""
     spec = SimulatedSpec(
         num_blocks=num_blocks,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         scheduler=SchedulerConfig(**scheduler),
-        vocab_size=EOS + 1,
+        vocab_size=EOS + 1 + len(marks),
         seed=0,
         step_s=step_s,
     )
-    return Frontend(ThreadClient(spec.build()), byte_tokenizer(chat_template), "small")
+    return Frontend(ThreadClient(spec.build()), byte_tokenizer(chat_template, marks), "small")
 
 
 def small_app(frontend: Frontend, **settings: Any) -> FastAPI:

@@ -62,6 +62,10 @@ def serve(
     engine_process: Annotated[
         bool, typer.Option("--engine-process/--engine-thread", help="Where the engine runs.")
     ] = False,
+    tool_call_parser: Annotated[
+        Literal["hermes", "llama3_json", "mistral"] | None,
+        typer.Option(help="How the model writes tool calls (default: as its chat template teaches)."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes requests without a seed repeatable.")] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Time for running requests on SIGTERM.")
@@ -112,6 +116,7 @@ def serve(
             api_key=api_key,
             max_body_bytes=body_limit,
             write_timeout_s=_WRITE_TIMEOUT_S,
+            tool_call_parser=tool_call_parser,
         ),
         logger(level=log_level),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headrace.backend.runner import Capabilities
+from headrace.engine.grammar import GrammarCompiler
 from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
 from headrace.model.architecture import Architecture
 
@@ -20,10 +21,15 @@ class EngineClient(Protocol):
     capabilities: Capabilities
     max_model_len: int
 
+    def use_grammars(self, compiler: GrammarCompiler) -> None:
+        """Tell the engine the vocabulary, before the first request with ``structured_outputs``."""
+        ...
+
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         """Queue a request. Raises InvalidRequestError, ContextLengthError, OverloadedError or EngineDeadError
         at once, in which case the sink is never called; otherwise each of its n sequences gets exactly one
         output with a finish_reason, whatever happens (abort, error, engine death included).
+        A grammar that the compiler does not have cached yet is compiled on the caller's thread.
         """
         ...
 

@@ -9,6 +9,7 @@ from typing import Any
 from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.runner import Runner, RunnerSettings
 from headrace.engine.config import SchedulerConfig
+from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
 from headrace.engine.scheduler import Scheduler
@@ -71,19 +72,22 @@ class Engine:
         """Whether another step would do something."""
         return self.scheduler.num_running > 0 or self.scheduler.num_waiting > 0
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError."""
+    def add(self, request: EngineRequest, grammar: Grammar | None = None) -> None:
+        """Queue a request; ``grammar`` is what its ``structured_outputs`` were compiled to.
+
+        Raises InvalidRequestError, ContextLengthError or OverloadedError.
+        """
         self.limits.check_request(request)
         if request.request_id in self.scheduler:
             raise InvalidRequestError(
                 f"A request {request.request_id!r} is under way already.", param="request_id"
             )
         self.limits.check_queue(self.scheduler.num_waiting)
-        self.enqueue(request)
+        self.enqueue(request, grammar)
 
-    def enqueue(self, request: EngineRequest) -> None:
+    def enqueue(self, request: EngineRequest, grammar: Grammar | None = None) -> None:
         """Queue a request that has passed the checks of :meth:`add` elsewhere."""
-        self.scheduler.add(request, seed=self._seeds.getrandbits(64), now=time.monotonic())
+        self.scheduler.add(request, seed=self._seeds.getrandbits(64), now=time.monotonic(), grammar=grammar)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
         """End a request, or one of its sequences, and free its blocks. Unknown ones are ignored."""

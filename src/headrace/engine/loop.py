@@ -10,7 +10,9 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.engine.engine import Engine
+from headrace.engine.grammar import Grammar
 from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
+from headrace.errors import HeadraceError
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +52,9 @@ class EngineLoop:
         self._engine = engine
         self._on_news = on_news
         self._on_end = on_end
-        self._inbox: deque[Command] = deque()  # append and popleft are atomic: no lock
+        self._inbox: deque[tuple[Command, Grammar | HeadraceError | None]] = (
+            deque()
+        )  # append and popleft are atomic: no lock
         self._wake = threading.Event()
         self._num_received = 0
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
@@ -59,9 +63,12 @@ class EngineLoop:
         """Start the thread."""
         self._thread.start()
 
-    def post(self, command: Command) -> None:
-        """Hand a checked command to the engine's thread; it acts before its next step. Any thread."""
-        self._inbox.append(command)
+    def post(self, command: Command, grammar: Grammar | HeadraceError | None = None) -> None:
+        """Hand a checked command to the engine's thread; it acts before its next step. Any thread.
+
+        ``grammar``: what a request's ``structured_outputs`` were compiled to, or why they could not be.
+        """
+        self._inbox.append((command, grammar))
         self._wake.set()
 
     def join(self, timeout_s: float) -> bool:
@@ -98,12 +105,29 @@ class EngineLoop:
     def _read_inbox(self) -> tuple[list[EngineOutput], bool]:
         outputs: list[EngineOutput] = []
         while self._inbox:
-            command = self._inbox.popleft()
+            command, grammar = self._inbox.popleft()
             if isinstance(command, EngineRequest):
                 self._num_received += 1
-                self._engine.enqueue(command)
+                if isinstance(grammar, HeadraceError):
+                    outputs += _refused(command, grammar)
+                else:
+                    self._engine.enqueue(command, grammar)
             elif isinstance(command, Abort):
                 outputs += self._engine.abort(command.request_id, command.choice)
             else:
                 return outputs + self._engine.scheduler.abort_all(), True
         return outputs, False
+
+
+def _refused(request: EngineRequest, error: HeadraceError) -> list[EngineOutput]:
+    """The end of every sequence of a request that never reached the engine."""
+    return [
+        EngineOutput(
+            request_id=request.request_id,
+            choice=choice,
+            finish_reason="error",
+            error_kind=type(error).__name__,
+            error_message=error.message,
+        )
+        for choice in range(request.params.n)
+    ]

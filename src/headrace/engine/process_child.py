@@ -15,7 +15,8 @@ from typing import NoReturn
 import msgspec
 
 from headrace.engine.build import EngineSpec
-from headrace.engine.loop import Command, EngineLoop, News
+from headrace.engine.intake import Intake, Message
+from headrace.engine.loop import EngineLoop, News
 from headrace.engine.wire import Channel, Failed, Ready
 
 
@@ -51,9 +52,10 @@ def main(fd: int) -> NoReturn:
     loop = EngineLoop(engine, send, end)
     channel.send(encode(Ready(engine.runner.architecture, engine.runner.capabilities, engine.limits)))
     loop.start()
-    decode = msgspec.msgpack.Decoder(Command).decode
+    intake = Intake(loop)
+    decode = msgspec.msgpack.Decoder(Message).decode
     while (message := channel.receive()) is not None:
-        loop.post(decode(message))
+        intake.take(decode(message))
     os._exit(0)
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.engine.build import EngineSpec
 from headrace.engine.client import OutputSink
+from headrace.engine.grammar import GrammarCompiler, Vocabulary
 from headrace.engine.loop import Abort, News, Stop
 from headrace.engine.request import EngineRequest, EngineStats
 from headrace.engine.subscribers import Subscribers
@@ -59,6 +60,10 @@ class ProcessClient:
     def pid(self) -> int:
         """The engine's process."""
         return self._process.pid
+
+    def use_grammars(self, compiler: GrammarCompiler) -> None:
+        """See EngineClient.use_grammars. The engine's process makes a compiler of its own."""
+        self._tell(compiler.vocabulary)
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         """See EngineClient.submit."""
@@ -108,7 +113,7 @@ class ProcessClient:
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(f"The request cannot be sent to the engine: {error}.") from error
 
-    def _tell(self, command: Abort | Stop) -> None:
+    def _tell(self, command: Abort | Stop | Vocabulary) -> None:
         with contextlib.suppress(OSError):  # the engine is gone, and everything has ended with it
             self._channel.send(self._encode(command))
 

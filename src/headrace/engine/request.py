@@ -5,9 +5,60 @@ These structs cross the process boundary as msgpack (msgspec), so they hold plai
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from typing import Any, Literal
 
 import msgspec
+
+from headrace.errors import InvalidRequestError
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the output has to look like: exactly one of four; names as in vLLM.
+
+    ``json``: a JSON schema, as an object (or True: any value) or as text. ``regex``: an expression that the
+    whole output matches (Rust's syntax, without look-around and back-references). ``choice``: the possible
+    outputs. ``grammar``: a Lark grammar with a rule ``start``, or GBNF with a rule ``root``.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        """Write a schema out, so that any depth and any number crosses to another process."""
+        if self.json is not None and not isinstance(self.json, str):
+            try:
+                self.json = json.dumps(self.json)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InvalidRequestError(
+                    f"The JSON schema can't be written as JSON: {error}.", param="structured_outputs"
+                ) from None
+
+    def source(self) -> tuple[str, str]:
+        """Kind (json, regex, choice or grammar) and text: equal for equal grammars.
+
+        Raises InvalidRequestError unless exactly one is given, and of the right type.
+        """
+        given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                "Exactly one of json, regex, choice and grammar says what the output looks like, not "
+                f"{' and '.join(given) or 'none'}.",
+                param="structured_outputs",
+            )
+        [kind] = given
+        value: Any = getattr(self, kind)
+        if kind == "choice":
+            if not isinstance(value, list) or not value or not all(isinstance(c, str) and c for c in value):
+                raise InvalidRequestError(
+                    "choice must be a list of one or more non-empty strings.", param="structured_outputs"
+                )
+            value = json.dumps(value, ensure_ascii=False)
+        elif not isinstance(value, str):
+            raise InvalidRequestError(f"{kind} must be a string.", param="structured_outputs")
+        return kind, value
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -38,9 +89,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     allowed_token_ids: list[int] | None = None  # nothing else is sampled
     bad_words: list[str] = msgspec.field(default_factory=list)  # the output never spells one of these
     include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True  # in the text
+    skip_special_tokens: bool = True  # read by the frontend: control tokens are no part of the text
     detokenize: bool = True  # False = token ids only
     truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1 = as many as fit
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         """As in vLLM, ``stop`` may be given as one string, and None stands for nothing."""
@@ -89,8 +141,9 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """News of one sequence (``choice`` of ``n``) after a step.
 
-    ``finish_reason``: None while running; ``stop`` (EOS or stop token, which is the last of token_ids),
-    ``length``, ``abort`` or ``error`` (then ``error_*`` say why). Times are time.monotonic() seconds.
+    ``finish_reason``: None while running; ``stop`` (EOS or stop token, which is the last of token_ids, or
+    a grammar that is complete), ``length``, ``abort`` or ``error`` (then ``error_*`` say why). Times are
+    time.monotonic() seconds.
     An embedding is one output: ``stop``, with ``vector``, at what stands as its first token's time.
     """
 
@@ -100,7 +153,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None  # one per new token, when asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token: of the prompt's, all but first
     finish_reason: str | None = None
-    stop_token_id: int | None = None  # the token that ended it, when finish_reason is "stop"
+    stop_token_id: int | None = None  # the token that ended it, when finish_reason is "stop" by a token
     error_message: str | None = None
     error_kind: str | None = None  # class name in headrace.errors
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache

@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.backend.batch import Batch, Float32, Int32, StepResult
 from headrace.engine.config import SchedulerConfig
+from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.request import EngineOutput, EngineRequest, TokenLogprobs
 from headrace.engine.sampling_rows import SamplingRows
@@ -85,9 +86,16 @@ class Scheduler:
 
     # Arrivals and departures
 
-    def add(self, request: EngineRequest, *, seed: int, now: float) -> None:
+    def add(self, request: EngineRequest, *, seed: int, now: float, grammar: Grammar | None = None) -> None:
         """Put the sequences of a valid request into the waiting line."""
-        arrived = Request(request, number=self._num_arrived, seed=seed, now=now, vocab_size=self._vocab_size)
+        arrived = Request(
+            request,
+            number=self._num_arrived,
+            seed=seed,
+            now=now,
+            vocab_size=self._vocab_size,
+            grammar=grammar,
+        )
         self._num_arrived += 1
         self._requests[arrived.request_id] = arrived
         for seq in arrived.sequences.values():
@@ -182,7 +190,12 @@ class Scheduler:
     def _draft(self, speculation: Speculation, share: _Share) -> int:
         """Place drafts behind the tokens of those that decode; returns how many tokens they have."""
         room = min(share.spare_rows, share.budget - len(self._running))
-        decodes = [seq for seq in self._running if seq.num_lacking == 1 and not seq.lacks_prompt_logprobs]
+        # A grammar's mask is known only for the next token: no draft is verified under one.
+        decodes = [
+            seq
+            for seq in self._running
+            if seq.num_lacking == 1 and not seq.lacks_prompt_logprobs and seq.matcher is None
+        ]
         if room <= 0 or not decodes:
             return 0
         limits = [min(self._most_drafted(seq), room // len(decodes) or 1) for seq in decodes]
@@ -302,7 +315,7 @@ class Scheduler:
             if failed[row + index] or not sound:
                 # Its K and V may be as broken as its logits: no block of this step becomes findable.
                 self._remove(seq)
-                output = seq.error_output("GenerationError", _NOT_FINITE)
+                output = seq.error_output(*_why_failed(seq))
                 output.token_ids, output.logprobs = tokens, _logprobs(seq, result, row, len(tokens))
                 return output
             seq.append(token)
@@ -368,6 +381,17 @@ class Scheduler:
 
 
 _NOT_FINITE = "The model produced numbers that are not finite; this sequence cannot go on."
+_NOTHING_LEFT = (
+    "The model produced numbers that are not finite, or none for what the grammar and min_tokens allow; this "
+    "sequence cannot go on."
+)
+
+
+def _why_failed(seq: Sequence) -> tuple[str, str]:
+    """Class and message of the error of a row that could not be sampled: its grammar's, or its logits'."""
+    if seq.matcher is not None and seq.matcher.error is not None:
+        return "GrammarError", seq.matcher.error
+    return "GenerationError", _NOT_FINITE if seq.matcher is None else _NOTHING_LEFT
 
 
 def _lacks_many(seq: Sequence) -> bool:

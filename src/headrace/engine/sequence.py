@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend.batch import Float32, Int32
+from headrace.engine.grammar import Grammar
 from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
 
 _GREEDY_BELOW = 1e-5
@@ -65,6 +66,7 @@ class Request:
         "bad_words",
         "ban_ids",
         "cache_salt",
+        "grammar",
         "number",
         "params",
         "priority",
@@ -76,9 +78,19 @@ class Request:
     )
 
     def __init__(
-        self, request: EngineRequest, *, number: int, seed: int, now: float, vocab_size: int
+        self,
+        request: EngineRequest,
+        *,
+        number: int,
+        seed: int,
+        now: float,
+        vocab_size: int,
+        grammar: Grammar | None = None,
     ) -> None:
-        """``number``: place in the order of arrival. ``seed``: used when the parameters name none."""
+        """``number``: place in the order of arrival. ``seed``: used when the parameters name none.
+
+        ``grammar``: what ``params.structured_outputs`` was compiled to.
+        """
         params = request.params
         self.request_id = request.request_id
         self.params: SamplingParams = params
@@ -95,6 +107,7 @@ class Request:
         allowed = params.allowed_token_ids
         self.allowed = None if allowed is None else _mask(allowed, vocab_size)
         self.was_scheduled = False
+        self.grammar = grammar
         prompt = np.array(request.prompt_token_ids, np.int32)
         self.sequences = {choice: Sequence(self, choice, prompt) for choice in range(params.n)}
 
@@ -117,6 +130,7 @@ class Sequence:
         "first_scheduled_time",
         "first_token_time",
         "is_plain",
+        "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_draft_tokens",
@@ -153,6 +167,7 @@ class Sequence:
         # Of the prompt's tokens from the second on, as far as computed; the first choice's stand for all.
         wanted = params.prompt_logprobs is not None and choice == 0
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
+        self.matcher = None if request.grammar is None else request.grammar.matcher()
         self._seen: SeenTokens | None = None
         if params.repetition_penalty != 1.0:
             self._seen = SeenTokens(prompt)
@@ -162,7 +177,7 @@ class Sequence:
         banned = params.logit_bias | dict.fromkeys(request.ban_ids, -np.inf)
         self._bans = _bias_arrays(banned) if params.min_tokens > 0 else self._bias
         shaped = (self._seen, self._bias, self._bans, self.prompt_logprobs, request.allowed)
-        self.is_plain = all(each is None for each in shaped) and not request.bad_words
+        self.is_plain = all(each is None for each in (*shaped, self.matcher)) and not request.bad_words
 
     @property
     def num_known_tokens(self) -> int:
@@ -194,6 +209,8 @@ class Sequence:
         self._write([token])
         if self._seen is not None:
             self._seen.append(token)
+        if self.matcher is not None:
+            self.matcher.accept(token)
 
     def place_draft(self, draft: list[int]) -> None:
         """Add guessed tokens, for one step to verify."""
@@ -211,6 +228,8 @@ class Sequence:
         """Whether the last token ended the sequence: ``stop``, ``length`` or None."""
         if int(self._tokens[self.num_tokens - 1]) in self.request.stop_ids:
             return "stop"  # never before min_tokens: until then these are banned
+        if self.matcher is not None and self.matcher.complete:
+            return "stop"  # nothing can follow, min_tokens or not
         max_tokens = self.request.params.max_tokens
         if max_tokens is not None and self.num_output_tokens >= max_tokens:
             return "length"
@@ -265,7 +284,7 @@ class Sequence:
         output = self.output(finish_reason)
         output.token_ids = tokens
         output.logprobs = logprobs
-        if finish_reason == "stop":
+        if finish_reason == "stop" and tokens[-1] in self.request.stop_ids:
             output.stop_token_id = tokens[-1]
         return output
 

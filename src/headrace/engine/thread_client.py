@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.engine.client import OutputSink
 from headrace.engine.engine import Engine
+from headrace.engine.grammar import GrammarCompiler, compiled
 from headrace.engine.loop import Abort, EngineLoop, Stop
 from headrace.engine.request import EngineRequest, EngineStats
 from headrace.engine.subscribers import Subscribers
@@ -19,9 +20,14 @@ class ThreadClient:
         self.capabilities = engine.runner.capabilities
         self.max_model_len = engine.limits.max_model_len
         self._loop = EngineLoop(engine, lambda news: self._subscribers.deliver(news), self._end)
-        self._subscribers = Subscribers(engine.limits, self._loop.post, self.abort)
+        self._compiler: GrammarCompiler | None = None
+        self._subscribers = Subscribers(engine.limits, self._post, self.abort)
         self._subscribers.stats = engine.stats()
         self._loop.start()
+
+    def use_grammars(self, compiler: GrammarCompiler) -> None:
+        """See EngineClient.use_grammars."""
+        self._compiler = compiler
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         """See EngineClient.submit."""
@@ -40,6 +46,9 @@ class ThreadClient:
         self._loop.post(Stop())
         self._loop.join(timeout_s)
         self._subscribers.end_all(CLOSED, finish_reason="abort")
+
+    def _post(self, request: EngineRequest) -> None:
+        self._loop.post(request, compiled(request, self._compiler))
 
     def _end(self, error: BaseException | None) -> None:
         if error is None:

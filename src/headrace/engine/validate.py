@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.engine.request import EngineRequest, SamplingParams
+from headrace.engine.request import EngineRequest, SamplingParams, StructuredOutputs
 from headrace.errors import ContextLengthError, InvalidRequestError, OverloadedError
 
 MAX_CHOICES = 128
@@ -154,6 +154,14 @@ def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> Non
                 "allowed_token_ids must not be empty; leave it out to allow every token.",
                 param="allowed_token_ids",
             )
+    if params.structured_outputs is not None:
+        if not isinstance(params.structured_outputs, StructuredOutputs):
+            raise InvalidRequestError(
+                "structured_outputs must be a StructuredOutputs, such as "
+                'StructuredOutputs(choice=["yes", "no"]).',
+                param="structured_outputs",
+            )
+        params.structured_outputs.source()
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     if not isinstance(params.logit_bias, dict):
         raise InvalidRequestError("logit_bias must map token ids to numbers.", param="logit_bias")

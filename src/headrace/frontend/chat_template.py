@@ -7,6 +7,7 @@ The environment offers what transformers offers to templates: ``raise_exception`
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -15,6 +16,7 @@ import jinja2
 
 from headrace.errors import InvalidRequestError, ModelFormatError
 from headrace.frontend.template_sandbox import TemplateSandbox
+from headrace.frontend.tools.prompt import calls_in_words, tools_in_words
 
 
 class ChatTemplate:
@@ -33,6 +35,8 @@ class ChatTemplate:
             eos_token=eos_token or "",
         )
         self._environment = environment
+        self._knows_tools = re.search(r"\btools\b", source) is not None
+        self._knows_calls = "tool_calls" in source
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -50,11 +54,17 @@ class ChatTemplate:
         """The prompt text of a conversation.
 
         ``messages``: ``role`` and ``content`` (a string or a list of text parts, joined by line feeds), and
-        whatever else the template reads. Raises InvalidRequestError if they are malformed, or with the
-        template's own words if it refuses them, fails, or takes too long.
+        whatever else the template reads. Where the template knows no tools, they are told in words. Raises
+        InvalidRequestError if messages are malformed, or with the template's own words if it refuses them,
+        fails, or takes too long.
         """
+        checked = checked_messages(messages)
+        if not self._knows_calls:
+            checked = [calls_in_words(message) for message in checked]
+        if tools and not self._knows_tools:
+            checked = tools_in_words(checked, tools)
         variables |= {
-            "messages": checked_messages(messages),
+            "messages": checked,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from headrace.engine.client import EngineClient
-from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams
+from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, StructuredOutputs
 from headrace.engine.validate import wrong_kind
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.frontend.embedding import EmbeddingJob
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # asyncio and jinja2 are imported where they are used: LLM ne
     from asyncio import AbstractEventLoop
 
     from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+    from headrace.engine.grammar import GrammarCompiler
     from headrace.frontend.chat_template import ChatTemplate
     from headrace.frontend.stream import LoopWaker, TextStream
 
@@ -50,6 +51,8 @@ class Frontend:
         self._numbers = itertools.count()  # next() on it is atomic
         self._lock = threading.Lock()
         self._template: ChatTemplate | None = None
+        self._grammar_lock = threading.Lock()
+        self._grammars: GrammarCompiler | None = None
         self._wakers: WeakKeyDictionary[AbstractEventLoop, LoopWaker] = WeakKeyDictionary()
 
     def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
@@ -199,12 +202,22 @@ class Frontend:
         """What can be said before submitting: raises InvalidRequestError or ContextLengthError."""
         self.check_kind(embeds=False)
         params.validate(self.client.architecture.vocab_size)
+        if params.structured_outputs is not None:
+            self.compile(params.structured_outputs)
         if len(prompt_token_ids) >= self.max_model_len:
             raise ContextLengthError(
                 f"The prompt has {len(prompt_token_ids)} tokens; the context holds {self.max_model_len}, the "
                 f"answer included, so {self.max_model_len - 1} at most would be right.",
                 param="prompt",
             )
+
+    def compile(self, wanted: StructuredOutputs) -> None:
+        """Have a grammar ready, so that submitting a request that wants it costs nothing more.
+
+        Milliseconds as a rule; the first time the vocabulary is indexed as well. Raises InvalidRequestError
+        saying what is wrong with it.
+        """
+        self._compiler().compile(wanted)
 
     def submit(
         self,
@@ -309,6 +322,18 @@ class Frontend:
                     source, bos_token=self.tokenizer.bos_token, eos_token=self.tokenizer.eos_token
                 )
             return self._template
+
+    def _compiler(self) -> GrammarCompiler:
+        """The grammars of this model, made when the first is asked for; the engine learns of it then."""
+        from headrace.engine.grammar import GrammarCompiler
+        from headrace.frontend.grammar import vocabulary_of
+
+        with self._grammar_lock:
+            if self._grammars is None:
+                vocabulary = vocabulary_of(self.tokenizer, self.client.architecture.vocab_size)
+                self._grammars = GrammarCompiler(vocabulary)
+                self.client.use_grammars(self._grammars)
+            return self._grammars
 
     def _waker(self) -> LoopWaker:
         """The running event loop's."""

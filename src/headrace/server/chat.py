@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from headrace.engine.request import TokenLogprobs
 from headrace.frontend.outputs import TextOutput
+from headrace.frontend.tools import CallDelta, ToolParser
 from headrace.server.generation import Generation
 from headrace.server.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from headrace.server.responses import (
@@ -20,6 +21,7 @@ from headrace.server.responses import (
     encode,
     event,
 )
+from headrace.server.tools import ToolUse, call_deltas, whole_calls
 
 
 @dataclass(slots=True)
@@ -34,7 +36,9 @@ class ChatAnswer:
     wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     include_usage: bool = False
+    tools: ToolUse | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    _parsers: dict[int, ToolParser] = field(default_factory=dict)
 
     async def whole(self, generation: Generation) -> bytes:
         """The body of the answer, once every choice has finished."""
@@ -49,16 +53,22 @@ class ChatAnswer:
                 scored = output.prompt_logprobs or scored
                 if output.finish_reason is not None:
                     ends[output.choice] = output
-        choices = [
-            ChatChoice(
-                index,
-                AssistantMessage("assistant", "".join(texts[index])),
-                chat_logprobs(self.tokenizer, logprobs[index]) if self.wants_logprobs else None,
-                end.finish_reason or "stop",
-                end.stop_reason,
+        choices = []
+        for index, end in sorted(ends.items()):
+            content, calls = self._parsed(index, "".join(texts[index]), ending=True)
+            message = AssistantMessage("assistant", content)
+            if calls:
+                message.content = content or None
+                message.tool_calls = whole_calls(calls)
+            choices.append(
+                ChatChoice(
+                    index,
+                    message,
+                    chat_logprobs(self.tokenizer, logprobs[index]) if self.wants_logprobs else None,
+                    self._finish_reason(end),
+                    end.stop_reason,
+                )
             )
-            for index, end in sorted(ends.items())
-        ]
         answer = ChatCompletion(
             self.id, self.created, self.model, self.fingerprint, choices, generation.settle()
         )
@@ -91,13 +101,36 @@ class ChatAnswer:
     def _choice(self, output: TextOutput) -> ChatChunkChoice | None:
         """None when there is nothing to tell: text that is held back has no chunk."""
         choice = ChatChunkChoice(output.choice, Delta())
-        if output.text:
-            choice.delta.content = output.text
+        content, calls = self._parsed(output.choice, output.text, ending=output.finish_reason is not None)
+        if content:
+            choice.delta.content = content
+        if calls:
+            choice.delta.tool_calls = call_deltas(calls)
         if self.wants_logprobs and output.logprobs:
             choice.logprobs = chat_logprobs(self.tokenizer, output.logprobs)
         if output.finish_reason is not None:
-            choice.finish_reason = output.finish_reason
+            choice.finish_reason = self._finish_reason(output)
             choice.stop_reason = output.stop_reason
-        elif not output.text and choice.logprobs is None:
+        elif not content and not calls and choice.logprobs is None:
             return None
         return choice
+
+    def _parsed(self, choice: int, text: str, *, ending: bool) -> tuple[str, list[CallDelta]]:
+        """What a choice's text says beside its tool calls, and what is new of those."""
+        if self.tools is None:
+            return text, []
+        parser = self._parsers.get(choice)
+        if parser is None:
+            parser = self._parsers[choice] = self.tools.parser()
+        parsed = parser.push(text)
+        if not ending:
+            return parsed.content, parsed.calls
+        last = parser.finish()
+        return parsed.content + last.content, parsed.calls + last.calls
+
+    def _finish_reason(self, output: TextOutput) -> str:
+        """As the engine has it, but ``tool_calls`` for an answer that ends with its calls."""
+        parser = self._parsers.get(output.choice)
+        if output.finish_reason == "stop" and parser is not None and parser.num_calls:
+            return "tool_calls"
+        return output.finish_reason or "stop"

@@ -10,6 +10,7 @@ from headrace.server.requests import (
     GenerationRequest,
     stop_strings,
 )
+from headrace.server.structured import structured_outputs
 
 
 def chat_params(request: ChatCompletionRequest) -> SamplingParams:
@@ -54,4 +55,7 @@ def _common(request: GenerationRequest) -> SamplingParams:
         )
         if (value := getattr(request, name)) is not None
     }
-    return SamplingParams(**given, stop=stop_strings(request.stop))
+    params = SamplingParams(**given, stop=stop_strings(request.stop))
+    if (wanted := structured_outputs(request)) is not None:
+        params.structured_outputs = wanted[1]
+    return params

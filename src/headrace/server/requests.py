@@ -13,8 +13,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from headrace.engine.request import StructuredOutputs
 from headrace.errors import InvalidRequestError
 from headrace.frontend.beam_search import MAX_BEAMS
+from headrace.server.structured import ResponseFormat, structured_outputs
+from headrace.server.tools import Tool, ToolChoice
 
 MAX_STOP_STRINGS = 16
 _INT32 = 2**31 - 1
@@ -82,6 +85,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    # what the answer looks like; only one of these
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # no effect on the answer
     user: Ignored = None
     metadata: Ignored = None
@@ -101,13 +111,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    parallel_tool_calls: Ignored = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     prediction: Ignored = None
-    tools: Unsupported = None
-    tool_choice: Unsupported = None
     functions: Unsupported = None
     function_call: Unsupported = None
-    response_format: Unsupported = None
     modalities: Unsupported = None
     audio: Unsupported = None
     reasoning_effort: Unsupported = None
@@ -143,6 +152,13 @@ R = TypeVar("R", bound=GenerationRequest | EmbeddingRequest)
 
 _PATH = re.compile(r" - at `(key` in `)?\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
+_ENUMS = {
+    ".role": "system, developer, user, assistant or tool",
+    "response_format.type": "text, json_object or json_schema",
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
+    "tool_choice.type": "function",
+    "].type": "function",
+}
 _JSON_WORDS = {
     "str": "a string",
     "int": "an integer",
@@ -173,6 +189,7 @@ def decode(kind: type[R], body: bytes) -> R:
         _check_beams(request)
         if request.stream and request.prompt_logprobs is not None:
             raise _unsupported("prompt_logprobs", "them in streams; ask for the whole answer")
+        structured_outputs(request)
     if isinstance(request, ChatCompletionRequest):
         _check_chat(request)
     elif isinstance(request, CompletionRequest):
@@ -204,8 +221,9 @@ def _explain(kind: type[msgspec.Struct], text: str) -> InvalidRequestError:
     if missing is not None:
         name = missing[1]
         return InvalidRequestError(f"{where}`{name}` is required", param=param or name)
-    if where.endswith(".role`: "):
-        text = "expected system, developer, user, assistant or tool"
+    for field, values in _ENUMS.items():
+        if where.endswith(f"{field}`: ") and (field == ".role" or text.startswith("Invalid enum value")):
+            text = f"expected {values}"
     text = re.sub(r"`([a-z |]+)`", _in_json_words, text)
     return InvalidRequestError(where + text[:1].lower() + text[1:500], param=param)
 
@@ -234,6 +252,8 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
 _NOT_WITH_BEAMS = (
     *("stream", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "bad_words", "allowed_token_ids"),
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "tools"),
 )
 
 
@@ -255,16 +275,9 @@ def _check_beams(request: GenerationRequest) -> None:
 
 
 def _check_chat(request: ChatCompletionRequest) -> None:
-    if request.tools and request.tool_choice != "none":
-        raise _unsupported("tools", 'tool calls; leave it out or send `tool_choice`: "none"')
-    if request.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", 'tool calls; only "none" and "auto" without `tools` are possible')
     for name in ("functions", "function_call"):
         if getattr(request, name) not in (None, [], "none", "auto"):
-            raise _unsupported(name, "function calls; leave it out")
-    form = request.response_format
-    if form is not None and form != {"type": "text"}:
-        raise _unsupported("response_format", 'structured output; leave it out or send {"type": "text"}')
+            raise _unsupported(name, "function calls of the old kind; send `tools` and `tool_choice`")
     if request.modalities not in (None, ["text"]):
         raise _unsupported("modalities", 'anything but text; leave it out or send ["text"]')
     for name in ("audio", "web_search_options"):

@@ -75,12 +75,28 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 """For each prompt token the candidates by id; null for the first."""
 
 
+class CalledFunction(msgspec.Struct):
+    """The function that a call names, and its arguments as a string of JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """One call of a tool."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AssistantMessage(msgspec.Struct):
-    """The answer of a chat choice."""
+    """The answer of a chat choice. ``content`` is null when it is nothing but tool calls."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -106,11 +122,28 @@ class ChatCompletion(msgspec.Struct):
     object: Literal["chat.completion"] = "chat.completion"
 
 
+class FunctionDelta(msgspec.Struct):
+    """What a chunk adds to a call: its name the first time, and more of its arguments."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """News of the call with this ``index``; ``id`` and ``type`` come with the first."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct):
     """What a chunk adds to a chat choice."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from headrace.engine.request import SamplingParams
 from headrace.errors import HeadraceError, InvalidRequestError
+from headrace.frontend.tools import tool_format
 from headrace.server import requests
 from headrace.server.chat import ChatAnswer
 from headrace.server.completions import CompletionAnswer
@@ -20,6 +21,8 @@ from headrace.server.params import beam_params, chat_params, completion_params
 from headrace.server.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from headrace.server.responses import error_event
 from headrace.server.state import ServerState, unique_id
+from headrace.server.structured import compile_grammar, structured_outputs
+from headrace.server.tools import tool_use
 
 if TYPE_CHECKING:
     from headrace.frontend.frontend import Frontend
@@ -57,9 +60,18 @@ class GenerationRoutes:
         opening = request.add_generation_prompt is not False
 
         params = chat_params(request)
+        form = tool_format(frontend.tokenizer.chat_template, self._state.settings.tool_call_parser)
+        tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls, form)
+        if tools is not None:
+            tools.constrain(params, frontend.tokenizer)
+        told = None if tools is None else tools.tools
+        field = _grammar_field(request, params)
 
         def tokenise() -> list[list[int]]:
-            ids = frontend.encode_chat(messages, add_generation_prompt=opening, **extra)
+            if tools is not None:
+                tools.compile(frontend, params)
+            compile_grammar(frontend, params, field)
+            ids = frontend.encode_chat(messages, told, add_generation_prompt=opening, **extra)
             return [frontend.truncate(ids, params)]
 
         answer = ChatAnswer(
@@ -71,6 +83,7 @@ class GenerationRoutes:
             wants_logprobs=bool(request.logprobs),
             wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
+            tools=tools,
         )
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
 
@@ -88,10 +101,12 @@ class GenerationRoutes:
             )
 
         params = completion_params(request)
+        field = _grammar_field(request, params)
         echo: list[str] = []
         first_tokens: list[int] = []
 
         def tokenise() -> list[list[int]]:
+            compile_grammar(frontend, params, field)
             out = []
             for prompt in prompts:
                 whole = frontend.encode_prompt(prompt)
@@ -134,7 +149,8 @@ class GenerationRoutes:
         generation = Generation(self._state, frontend, request_id, line)
 
         async def work() -> Response:
-            prompts = await off_loop(tokenise, size)
+            heavy = size if params.structured_outputs is None else _INLINE_BYTES + 1  # a grammar to compile
+            prompts = await off_loop(tokenise, heavy)
             beams = beam_params(request, params, frontend.max_model_len)
             await generation.start(prompts, params, request.priority or 0, beams)
             if request.stream:
@@ -199,6 +215,14 @@ async def read_request(state: ServerState, http: Request, kind: type[requests.R]
 async def off_loop(work: Callable[[], T], size: int) -> T:
     """``work()``, in a thread if ``size`` bytes of input may keep the event loop noticeably."""
     return work() if size <= _INLINE_BYTES else await asyncio.to_thread(work)
+
+
+def _grammar_field(request: GenerationRequest, params: SamplingParams) -> str:
+    """The field that the grammar of ``params`` comes from, for messages about it."""
+    asked = structured_outputs(request)
+    if asked is not None:
+        return asked[0]
+    return "tools" if params.structured_outputs is not None else ""
 
 
 def _include_usage(request: GenerationRequest) -> bool:
