@@ -168,7 +168,7 @@ def test_an_encoder_does_not_generate(tiny: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="does not generate"):
         tiny.chat([{"role": "user", "content": "abc"}])
     with pytest.raises(InvalidRequestError, match="prompt"):
-        tiny.embed([3])  # type: ignore[list-item]
+        tiny.embed([3.5])  # type: ignore[list-item]
     assert len(tiny.embed("abc")) == 1
 
 

@@ -28,11 +28,19 @@ _EVENTS: dict[str, type] = {
     "/v1/chat/completions": responses.ChatCompletionChunk,
     "/v1/completions": responses.Completion,
 }
+# One event of a stream; its data is a chunk's JSON or [DONE].
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _REFUSALS = {
     "400": "The request can never succeed as it stands; `param` names the field.",
     "401": "The API key is missing or wrong.",
     "404": "No such model.",
+    "408": "The body did not arrive in time.",
     "413": "The body is over the server's limit.",
+    "415": "The body is compressed.",
     "500": "Generation failed.",
     "503": "Loading, draining or overloaded: try again after `retry-after` seconds.",
 }
@@ -47,7 +55,7 @@ def operation(path: str, *, authenticated: bool) -> dict[str, Any]:
     if path in _ANSWERS:
         content = {"application/json": {"schema": _ref(_ANSWERS[path])}}
         if path in _EVENTS:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            content["text/event-stream"] = {"schema": _EVENT}
         out["responses"]["200"] = {"content": content}
     else:
         out["responses"]["200"] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
