@@ -5,28 +5,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+    from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
     from headrace.engine.request import SamplingParams, StructuredOutputs
+    from headrace.frontend.beam_search import BeamSearchParams
     from headrace.frontend.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CacheConfig",
     "ModelConfig",
     "SamplingParams",
     "SchedulerConfig",
+    "SpeculativeConfig",
     "StructuredOutputs",
     "__version__",
 ]
 
 _HOMES = {
     "LLM": "headrace.frontend.llm",
+    "BeamSearchParams": "headrace.frontend.beam_search",
     "SamplingParams": "headrace.engine.request",
     "StructuredOutputs": "headrace.engine.request",
     "ModelConfig": "headrace.engine.config",
     "CacheConfig": "headrace.engine.config",
     "SchedulerConfig": "headrace.engine.config",
+    "SpeculativeConfig": "headrace.engine.config",
 }
 
 

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 import headrace
 from headrace.cli.main import app
-from headrace.cli.options import size_bytes
+from headrace.cli.options import size_bytes, speculative_config
+from headrace.engine.config import SpeculativeConfig
 from headrace.errors import ConfigError
 
 
@@ -63,3 +64,17 @@ def test_help_imports_nothing_heavy() -> None:
     )
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert seen.stdout == "[]\n"
+
+
+def test_speculation_as_json() -> None:
+    assert speculative_config(None) is None
+    config = speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')
+    assert config == SpeculativeConfig(num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ngram", "null", "[]", "{}", '{"method": "ngram", "k": 3}', "{'method': 1}"]
+)
+def test_speculation_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="speculative"):
+        speculative_config(text)

@@ -9,6 +9,7 @@ import numpy as np
 
 from headrace.backend.runner import RunnerSettings
 from headrace.backend.simulated import SimulatedRunner, simulated_architecture
+from headrace.engine.build import SPARE_LOGIT_ROWS
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.engine import Engine
 from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
@@ -29,11 +30,13 @@ def small_engine(
 ) -> Engine:
     """An engine on a simulated runner; ``scheduler`` are fields of SchedulerConfig."""
     config = SchedulerConfig(**scheduler)
+    max_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
     settings = RunnerSettings(
         num_blocks=num_blocks,
         max_batch_tokens=config.max_num_batched_tokens,
-        max_sequences=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_sequences=max_sequences,
         max_model_len=max_model_len,
+        max_logit_rows=min(max_sequences + SPARE_LOGIT_ROWS, config.max_num_batched_tokens),
     )
     architecture = simulated_architecture(vocab_size=VOCAB, max_positions=max_model_len, windows=windows)
     return Engine(runner(architecture, settings), settings, config, prefix_caching=prefix_caching, seed=seed)
@@ -65,12 +68,13 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     last: EngineOutput | None = None
 
     def text(self) -> tuple[Any, ...]:
         """What must not depend on neighbours, bit by bit."""
-        return self.token_ids, self.logprobs, self.finish_reason
+        return self.token_ids, self.logprobs, self.prompt_logprobs, self.finish_reason
 
 
 class Answers(dict[tuple[str, int], Answer]):
@@ -82,6 +86,9 @@ class Answers(dict[tuple[str, int], Answer]):
             assert answer.finish_reason is None, "news after the end"
             answer.token_ids += output.token_ids
             answer.logprobs += output.logprobs or []
+            if output.prompt_logprobs is not None:
+                assert answer.prompt_logprobs is None, "prompt_logprobs came twice"
+                answer.prompt_logprobs = output.prompt_logprobs
             answer.finish_reason = output.finish_reason
             answer.last = output
 

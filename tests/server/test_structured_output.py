@@ -132,6 +132,7 @@ async def test_stop_strings_still_end_the_text(client: httpx.AsyncClient) -> Non
         ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs", "unknown name"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "other format"),
         ({"tool_choice": "required"}, "tool_choice", "needs `tools`"),
+        ({"guided_regex": "a", "use_beam_search": True, "max_tokens": 4}, "use_beam_search", "grammar"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}},
             *("tool_choice", "'get_weather', 'now'"),

@@ -15,11 +15,16 @@ class RunnerSettings:
 
     num_blocks: int  # KV blocks in each group
     max_batch_tokens: int  # n
-    max_sequences: int  # r; also the most logit rows, m
+    max_sequences: int  # r
     max_model_len: int  # longest context of one sequence, in tokens
+    max_logit_rows: int = 0  # m; 0 = one a sequence (drafts and prompt logprobs take more)
     threads: int = 0  # 0 = one per usable core
     device: str = "cpu"  # torch backend only
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_logit_rows == 0:
+            object.__setattr__(self, "max_logit_rows", self.max_sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace.engine.config import DEFAULT_MODEL
+from headrace.engine.config import DEFAULT_MODEL, SpeculativeConfig
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,6 +49,26 @@ def size_bytes(text: str, option: str) -> int:
     return int(float(found[1]) * _UNITS[(found[2] or "").lower()])
 
 
+def speculative_config(text: str | None) -> SpeculativeConfig | None:
+    """The JSON of ``--speculative-config``. Raises ConfigError for what is no JSON or names no setting."""
+    if text is None:
+        return None
+    from headrace.engine.build import check_speculative_config
+
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--speculative-config: {text[:80]!r} is not JSON ({error}); write it like "
+            '\'{"method": "ngram", "num_speculative_tokens": 8}\''
+        ) from None
+    config = SpeculativeConfig.of(settings)
+    if config is None:
+        raise ConfigError("--speculative-config: null asks for nothing; leave it out")
+    check_speculative_config(config)
+    return config
+
+
 def load(config: ModelConfig, *, kv_cache_memory: str, progress: Progress | None = None) -> Frontend:
     """Open a model for one user in this process."""
     from headrace.engine.config import CacheConfig, SchedulerConfig
@@ -69,4 +90,5 @@ __all__ = [
     "Threads",
     "load",
     "size_bytes",
+    "speculative_config",
 ]

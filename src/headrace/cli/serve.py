@@ -51,6 +51,10 @@ def serve(
     ] = _DEFAULTS.max_queue_time_s,
     max_body_size: Annotated[str, typer.Option(metavar="SIZE", help="Longest request body.")] = "8MiB",
     prefix_caching: Annotated[bool, typer.Option(help="Share the KV blocks of equal beginnings.")] = True,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help='Speculative decoding, such as \'{"method": "ngram"}\'.'),
+    ] = None,
     threads: options.Threads = 0,
     backend: options.Backend = "cpu",
     device: options.Device = "cpu",
@@ -88,6 +92,7 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         max_waiting=max_waiting,
         max_queue_time_s=max_queue_time,
+        speculative=options.speculative_config(speculative_config),
     )
     body_limit = options.size_bytes(max_body_size, "--max-body-size")
 

@@ -10,11 +10,15 @@ import msgspec
 
 from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.runner import RunnerSettings
-from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from headrace.engine.engine import Engine
 from headrace.engine.memory import block_bytes, check_memory
 from headrace.errors import ConfigError
 from headrace.model.architecture import Architecture
+
+SPARE_LOGIT_ROWS = 32  # of a step beyond one a sequence, shared by drafts and prompt logprobs
+MAX_DRAFT_TOKENS = 64
+MAX_LOOKUP = 64
 
 
 class CheckpointSpec(msgspec.Struct, kw_only=True, tag="checkpoint"):
@@ -127,24 +131,45 @@ def check_scheduler_config(scheduler: SchedulerConfig) -> None:
     _whole("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
     _whole("max_waiting", scheduler.max_waiting, 1)
     _seconds_or_size("max_queue_time_s", scheduler.max_queue_time_s)
+    if scheduler.speculative is not None:
+        check_speculative_config(scheduler.speculative)
+
+
+def check_speculative_config(speculative: SpeculativeConfig) -> None:
+    """Raise ConfigError naming the first setting that is wrong."""
+    _one_of("method", speculative.method, ("ngram",))
+    _whole("num_speculative_tokens", speculative.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
+    _whole("prompt_lookup_max", speculative.prompt_lookup_max, 1, MAX_LOOKUP)
+    _whole("prompt_lookup_min", speculative.prompt_lookup_min, 1, MAX_LOOKUP)
+    _one_of("adaptive", speculative.adaptive, (True, False))
+    if speculative.prompt_lookup_min > speculative.prompt_lookup_max:
+        raise ConfigError(
+            f"prompt_lookup_min ({speculative.prompt_lookup_min}) must not be above prompt_lookup_max "
+            f"({speculative.prompt_lookup_max}).",
+            param="prompt_lookup_min",
+        )
 
 
 def _runner_settings(
     num_blocks: int, max_model_len: int, scheduler: SchedulerConfig, threads: int, device: str
 ) -> RunnerSettings:
+    max_sequences = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    drafts = 0 if scheduler.speculative is None else scheduler.speculative.num_speculative_tokens
     return RunnerSettings(
         num_blocks=num_blocks,
         max_batch_tokens=scheduler.max_num_batched_tokens,
-        max_sequences=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        max_sequences=max_sequences,
         max_model_len=max_model_len,
+        max_logit_rows=min(max_sequences + max(drafts, SPARE_LOGIT_ROWS), scheduler.max_num_batched_tokens),
         threads=threads,
         device=device,
     )
 
 
-def _whole(name: str, value: Any, low: int) -> None:
-    if type(value) is not int or not low <= value < 2**63:
-        raise ConfigError(f"{name} must be a whole number of {low} or more, not {value!r}.", param=name)
+def _whole(name: str, value: Any, low: int, high: int = 2**63 - 1) -> None:
+    if type(value) is not int or not low <= value <= high:
+        bound = f"of {low} or more" if high == 2**63 - 1 else f"from {low} to {high}"
+        raise ConfigError(f"{name} must be a whole number {bound}, not {value!r}.", param=name)
 
 
 def _seconds_or_size(name: str, value: Any) -> None:

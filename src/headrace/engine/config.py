@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from headrace.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -37,10 +40,51 @@ class CacheConfig:
 
 
 @dataclass(slots=True)
+class SpeculativeConfig:
+    """Speculative decoding, in vLLM's words: drafts are verified, so they never change an answer.
+
+    ``ngram``: prompt lookup. Where the last tokens (at least ``prompt_lookup_min``, preferably
+    ``prompt_lookup_max``) have occurred before, what followed then is the draft, at most
+    ``num_speculative_tokens`` long. ``adaptive``: draft fewer or none where it does not pay.
+    """
+
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: int = 8
+    prompt_lookup_max: int = 8
+    prompt_lookup_min: int = 3
+    adaptive: bool = True
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig | None:
+        """From settings as users write them. Raises ConfigError for a name that does not exist."""
+        if settings is None or isinstance(settings, cls):
+            return settings
+        names = [field.name for field in fields(cls)]
+        if not isinstance(settings, Mapping) or "method" not in settings:
+            raise ConfigError(
+                'speculative_config must be an object with a method, such as {"method": "ngram", '
+                '"num_speculative_tokens": 8}.',
+                param="speculative_config",
+            )
+        for name in settings:
+            if name not in names:
+                raise ConfigError(
+                    f"speculative_config has no {name!r}; there are {', '.join(names)}.",
+                    param="speculative_config",
+                )
+        chosen = dict(settings)
+        longest = chosen.get("prompt_lookup_max")
+        if "prompt_lookup_min" not in chosen and type(longest) is int:
+            chosen["prompt_lookup_min"] = max(1, min(longest, cls().prompt_lookup_min))
+        return cls(**chosen)
+
+
+@dataclass(slots=True)
 class SchedulerConfig:
-    """Bounds of one step and of the waiting line."""
+    """Bounds of one step and of the waiting line, and whether steps verify drafts."""
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     max_waiting: int = 1024
     max_queue_time_s: float = 60.0
+    speculative: SpeculativeConfig | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.runner import Runner, RunnerSettings
@@ -12,6 +13,7 @@ from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.speculation import Speculation
 from headrace.engine.validate import EngineLimits
 from headrace.errors import InvalidRequestError
 
@@ -48,11 +50,14 @@ class Engine:
             max_model_len=self.limits.max_model_len,
             prefix_caching=prefix_caching,
         )
+        self._speculation = Speculation(config.speculative) if config.speculative is not None else None
         self.scheduler = Scheduler(
             config,
             self.kv_cache,
             vocab_size=architecture.vocab_size,
             max_model_len=self.limits.max_model_len,
+            max_logit_rows=settings.max_logit_rows,
+            speculation=self._speculation,
         )
         self._seeds = random.Random(seed)
         self._num_steps = 0
@@ -92,8 +97,11 @@ class Engine:
         batch = self.scheduler.schedule(start)
         if batch is None:
             return outputs
+        started = time.monotonic()
         result = self.runner.run(batch)
         end = time.monotonic()
+        if self._speculation is not None and self.scheduler.only_decodes:
+            self._speculation.note_step(len(batch.token_ids), end - started)
         outputs += self.scheduler.commit(result, end)
         self._num_steps += 1
         self._batch_tokens += len(batch.token_ids)
@@ -115,10 +123,22 @@ class Engine:
             prompt_tokens=scheduler.prompt_tokens,
             generation_tokens=scheduler.generation_tokens,
             num_preemptions=scheduler.num_preemptions,
+            **self._draft_stats(),
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
             batch_tokens=self._batch_tokens,
         )
+
+    def _draft_stats(self) -> dict[str, Any]:
+        speculation = self._speculation
+        if speculation is None:
+            return {}
+        return {
+            "draft_tokens": speculation.draft_tokens,
+            "draft_tokens_accepted": speculation.accepted_tokens,
+            "draft_tokens_per_position": list(speculation.drafted_per_position),
+            "draft_tokens_accepted_per_position": list(speculation.accepted_per_position),
+        }
 
     def close(self) -> None:
         """Release the runner. Closing twice is fine."""

@@ -60,7 +60,7 @@ class KVCache:
         At least its last token stays to be computed: that is where its next token is sampled. Blocks are
         whole, so of a full hit the last block is computed again, into a block of its own.
         """
-        if not self.prefix_caching:
+        if not self.prefix_caching or seq.lacks_prompt_logprobs:  # those come of computing the whole prompt
             return []
         cache = self.prefix_cache
         if seq.waits_for is not None and cache.is_computing(seq.waits_for):
@@ -103,6 +103,10 @@ class KVCache:
             for key in keys[len(prefix) :]:
                 self.prefix_cache.announce(key, row)
         return True
+
+    def lacks_blocks(self, seq: Sequence) -> bool:
+        """Whether the tables do not cover all of the sequence's tokens yet."""
+        return blocks_for(seq.num_tokens) > self._num_held[seq.row]
 
     def grow(self, seq: Sequence) -> bool:
         """Make the tables cover all of the sequence's tokens. False, and nothing changed, without blocks."""

@@ -56,7 +56,7 @@ def scratch_bytes(architecture: Architecture, settings: RunnerSettings) -> int:
         for spec in architecture.layers
     ]
     per_token = 4 * architecture.hidden_size + max(widths, default=0)
-    return 4 * (settings.max_batch_tokens * per_token + settings.max_sequences * architecture.vocab_size)
+    return 4 * (settings.max_batch_tokens * per_token + settings.max_logit_rows * architecture.vocab_size)
 
 
 def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

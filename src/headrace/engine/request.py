@@ -64,7 +64,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when generation ends; names and defaults as in vLLM.
 
-    ``stop`` is decided by the frontend (the engine knows no text) and ignored by the engine.
+    ``stop`` and the fields from ``bad_words`` on concern text: the frontend sees to them, the engine ignores
+    them.
     Call :meth:`validate` before use: it raises InvalidRequestError naming the field.
     """
 
@@ -84,7 +85,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None  # None = none; 0 = the sampled token's only; k = the top k's too
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
-    skip_special_tokens: bool = True  # read by the frontend: control tokens are no part of the text
+    prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens from the second on
+    allowed_token_ids: list[int] | None = None  # nothing else is sampled
+    bad_words: list[str] = msgspec.field(default_factory=list)  # the output never spells one of these
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True  # in the text
+    detokenize: bool = True  # False = token ids only
+    truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1 = as many as fit
     structured_outputs: StructuredOutputs | None = None
 
     def validate(self, vocab_size: int | None = None) -> None:
@@ -107,6 +114,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
     priority: int = 0  # lower runs first; FIFO among equals
     arrival_time: float = 0.0  # time.monotonic() of the submitting process's host
     cache_salt: str = ""
+    bad_word_ids: list[list[int]] = msgspec.field(default_factory=list)  # no output spells one of these
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -130,6 +138,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     choice: int = 0
     token_ids: list[int] = msgspec.field(default_factory=list)  # new ones
     logprobs: list[TokenLogprobs] | None = None  # one per new token, when asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token: of the prompt's, all but first
     finish_reason: str | None = None
     stop_token_id: int | None = None  # the token that ended it, when finish_reason is "stop" by a token
     error_message: str | None = None
@@ -152,6 +161,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0  # prompt tokens computed or found, of scheduled requests
     generation_tokens: int = 0
     num_preemptions: int = 0
+    draft_tokens: int = 0  # verified in steps
+    draft_tokens_accepted: int = 0
+    draft_tokens_per_position: list[int] = msgspec.field(default_factory=list)
+    draft_tokens_accepted_per_position: list[int] = msgspec.field(default_factory=list)
     num_steps: int = 0
     step_seconds: float = 0.0  # spent in steps, total
     batch_tokens: int = 0  # tokens in steps, total
@@ -160,3 +173,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     def prefix_cache_hit_rate(self) -> float:
         """Share of looked-up prompt tokens that were found; 0 before the first look-up."""
         return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of drafted tokens that were accepted; 0 before the first draft."""
+        return self.draft_tokens_accepted / self.draft_tokens if self.draft_tokens else 0.0

@@ -28,6 +28,7 @@ class SamplingRows:
         self._seed = np.zeros(max_sequences, np.uint64)
         self._choice = np.zeros(max_sequences, np.uint32)
         self._num_logprobs = np.zeros(max_sequences, np.int32)
+        self._num_prompt_logprobs = np.zeros(max_sequences, np.int32)
         self._no_masks = np.zeros((0, -(-vocab_size // 32)), np.uint32)
 
     def fill(self, seq: Sequence) -> None:
@@ -43,15 +44,27 @@ class SamplingRows:
         self._seed[row] = seq.request.seed
         self._choice[row] = seq.choice
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
 
-    def table(self, sampled: list[Sequence]) -> SamplingTable:
-        """The table for one step: a row for each sequence that samples a token in it, in this order."""
-        rows = np.array([seq.row for seq in sampled], np.intp)
-        seen_start, seen_ids, seen_counts = _join([seq.seen() for seq in sampled], np.int32)
-        bias_start, bias_ids, bias_values = _join([seq.bias() for seq in sampled], np.float32)
-        mask_row, masks = self._masks(sampled)
+    def table(self, sampled: list[tuple[Sequence, int]]) -> SamplingTable:
+        """The table for one step: a row for each sequence and position whose token is sampled in it.
+
+        At a position of the prompt the token is known and only its log-probabilities are wanted: it is
+        sampled greedily under a bias that leaves no choice.
+        """
+        rows = np.array([seq.row for seq, _ in sampled], np.intp)
+        positions = np.array([position for _, position in sampled], np.uint32)
+        known = np.array([position < seq.num_prompt_tokens for seq, position in sampled], np.bool_)
+        pairs = list(zip(sampled, known.tolist(), strict=True))
+        seen_start, seen_ids, seen_counts = _join(
+            [None if is_known else seq.seen(at) for (seq, at), is_known in pairs], np.int32
+        )
+        bias_start, bias_ids, bias_values = _join(
+            [seq.forced(at) if is_known else seq.bias(at) for (seq, at), is_known in pairs], np.float32
+        )
+        mask_row, masks = self._masks([None if is_known else seq.mask(at) for (seq, at), is_known in pairs])
         return SamplingTable(
-            temperature=self._temperature[rows],
+            temperature=np.where(known, np.float32(0), self._temperature[rows]),
             top_k=self._top_k[rows],
             top_p=self._top_p[rows],
             min_p=self._min_p[rows],
@@ -60,8 +73,8 @@ class SamplingRows:
             repetition_penalty=self._repetition[rows],
             seed=self._seed[rows],
             choice=self._choice[rows],
-            position=np.array([seq.num_tokens for seq in sampled], np.uint32),
-            num_logprobs=self._num_logprobs[rows],
+            position=positions,
+            num_logprobs=np.where(known, self._num_prompt_logprobs[rows], self._num_logprobs[rows]),
             seen_start=seen_start,
             seen_ids=seen_ids,
             seen_counts=seen_counts,
@@ -72,18 +85,14 @@ class SamplingRows:
             masks=masks,
         )
 
-    def _masks(self, sampled: list[Sequence]) -> tuple[Int32, NDArray[np.uint32]]:
-        """A mask for each sequence with a grammar; an empty one fails its row, where nothing can follow."""
-        mask_row = np.full(len(sampled), -1, np.int32)
-        matchers = [(row, seq) for row, seq in enumerate(sampled) if seq.matcher is not None]
-        if not matchers:
+    def _masks(self, masks: list[NDArray[np.uint32] | None]) -> tuple[Int32, NDArray[np.uint32]]:
+        """``(mask_row, masks)``; None allows everything."""
+        mask_row = np.full(len(masks), -1, np.int32)
+        filled = [mask for mask in masks if mask is not None]
+        if not filled:
             return mask_row, self._no_masks
-        masks = np.zeros((len(matchers), self._no_masks.shape[1]), np.uint32)
-        for index, (row, seq) in enumerate(matchers):
-            assert seq.matcher is not None
-            seq.matcher.fill(masks[index], allow_end=not seq.request.params.ignore_eos)
-            mask_row[row] = index
-        return mask_row, masks
+        mask_row[[mask is not None for mask in masks]] = np.arange(len(filled))
+        return mask_row, np.stack(filled)
 
 
 def _join(parts: list[_Ragged], value_type: type[Any]) -> tuple[Int32, Int32, NDArray[Any]]:

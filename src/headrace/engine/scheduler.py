@@ -9,13 +9,14 @@ from operator import attrgetter
 
 import numpy as np
 
-from headrace.backend.batch import Batch, StepResult
+from headrace.backend.batch import Batch, Int32, StepResult
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.request import EngineOutput, EngineRequest, TokenLogprobs
 from headrace.engine.sampling_rows import SamplingRows
 from headrace.engine.sequence import Request, Sequence
+from headrace.engine.speculation import Speculation
 
 _by_rank = attrgetter("rank")
 
@@ -23,18 +24,28 @@ _by_rank = attrgetter("rank")
 class Scheduler:
     """Decides who computes what in the next step, and takes in what came of the last one.
 
-    Chunked prefill, prefix hits and preemption all follow from two numbers of a sequence (tokens known and
-    tokens computed) and one order (priority, then arrival, then choice):
+    Chunked prefill, prefix hits, speculation and preemption all follow from two numbers of a sequence (its
+    tokens, a draft's included, and tokens computed) and one order (priority, then arrival, then choice):
 
     - a sequence enters only with blocks for all tokens that it knows, and nobody overtakes one that waits
       for blocks;
     - when a running sequence needs a block and there is none, the last in order gives up its blocks and goes
       back to its place in the waiting line, keeping its tokens. The first in order is never the victim of
       another, so it always finishes: there is no livelock.
+
+    A draft lives for one step: from :meth:`schedule`, which gives it only what nobody else wants, to
+    :meth:`commit`, which keeps of it what was sampled anyway.
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCache, *, vocab_size: int, max_model_len: int
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCache,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_logit_rows: int,
+        speculation: Speculation | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.num_preemptions = 0
@@ -47,6 +58,8 @@ class Scheduler:
         self._rows = SamplingRows(kv_cache.max_sequences, vocab_size)
         self._free_rows = list(range(kv_cache.max_sequences - 1, -1, -1))
         self._vocab_size = vocab_size
+        self._spare_rows = max_logit_rows - kv_cache.max_sequences  # beyond one a sequence
+        self._speculation = speculation
         self._requests: dict[str, Request] = {}
         self._waiting: list[Sequence] = []  # by rank
         self._running: list[Sequence] = []  # by rank
@@ -120,35 +133,35 @@ class Scheduler:
     def schedule(self, now: float) -> Batch | None:
         """The next step's work, or None when there is none. :meth:`commit` must follow every Batch."""
         self._make_room()
-        budget = self._config.max_num_batched_tokens
-        scheduled: list[Sequence] = []
+        share = _Share(self._config.max_num_batched_tokens, self._spare_rows)
+        if self._speculation is not None:
+            share.spare_rows -= self._draft(self._speculation, share)
         for seq in sorted(self._running, key=_lacks_many):  # those that only lack their last token come first
-            budget = _give(seq, budget, scheduled)
-        for seq in self._admit(budget, now):
-            budget = _give(seq, budget, scheduled)
-        self._in_flight = scheduled
-        return self._batch(scheduled) if scheduled else None
+            share.give(seq)
+        for seq in self._admit(share, now):
+            share.give(seq)
+        self._in_flight = share.scheduled
+        return self._batch(share.scheduled) if share.scheduled else None
 
     def commit(self, result: StepResult, now: float) -> list[EngineOutput]:
         """Take in what the step sampled: extend sequences, publish computed blocks, end what is finished."""
-        tokens, failed = result.token_ids.tolist(), result.failed.tolist()
         outputs: list[EngineOutput] = []
         row = 0
         for seq in self._in_flight:
-            samples = seq.num_scheduled == seq.num_lacking
-            if samples and failed[row]:
-                # Its K and V may be as broken as its logits: no block of this step becomes findable.
-                self._remove(seq)
-                outputs.append(seq.error_output(*_why_failed(seq)))
-                row += 1
-                continue
-            seq.num_computed_tokens += seq.num_scheduled
-            self._kv.commit(seq)
-            if samples:
-                outputs.append(self._extend(seq, tokens[row], _logprobs(seq, result, row), now))
-                row += 1
+            output = self._take_in(seq, result, row, now)
+            if output is not None:
+                outputs.append(output)
+            row += seq.num_logit_rows
         self._in_flight = []
         return outputs
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether the step in flight has no prompt tokens: every sequence in it samples a token."""
+        return all(
+            seq.num_logit_rows == seq.num_scheduled and not seq.lacks_prompt_logprobs
+            for seq in self._in_flight
+        )
 
     # Inside
 
@@ -166,10 +179,38 @@ class Scheduler:
         insort(self._waiting, seq, key=_by_rank)
         self.num_preemptions += 1
 
-    def _admit(self, budget: int, now: float) -> Iterable[Sequence]:
+    def _draft(self, speculation: Speculation, share: _Share) -> int:
+        """Place drafts behind the tokens of those that decode; returns how many tokens they have."""
+        room = min(share.spare_rows, share.budget - len(self._running))
+        decodes = [seq for seq in self._running if seq.num_lacking == 1 and not seq.lacks_prompt_logprobs]
+        if room <= 0 or not decodes:
+            return 0
+        limits = [min(self._most_drafted(seq), room // len(decodes) or 1) for seq in decodes]
+        placed = 0
+        for seq, draft in zip(decodes, speculation.propose(decodes, limits), strict=True):
+            if not draft or placed + len(draft) > room:
+                continue
+            seq.place_draft(draft)
+            # Blocks that the others will soon need are not for guesses.
+            if self._kv.lacks_blocks(seq) and not (
+                self._kv.num_available > len(self._running) and self._kv.grow(seq)
+            ):
+                seq.take_draft()
+            placed += seq.num_draft_tokens
+        return placed
+
+    def _most_drafted(self, seq: Sequence) -> int:
+        """So many that, all of them accepted and one more sampled, no limit is passed."""
+        room = self.max_model_len - seq.num_tokens
+        max_tokens = seq.request.params.max_tokens
+        if max_tokens is not None:
+            room = min(room, max_tokens - seq.num_output_tokens)
+        return room - 1
+
+    def _admit(self, share: _Share, now: float) -> Iterable[Sequence]:
         """Move sequences from the waiting line to the running ones while tokens, rows and blocks last."""
         index = 0
-        while budget > 0 and self._free_rows and index < len(self._waiting):
+        while share.budget > 0 and self._free_rows and index < len(self._waiting):
             seq = self._waiting[index]
             prefix = self._kv.find_prefix(seq)
             if prefix is None:
@@ -186,7 +227,6 @@ class Scheduler:
             insort(self._running, seq, key=_by_rank)
             self._rows.fill(seq)
             self._note_start(seq, now)
-            budget -= min(seq.num_lacking, budget)
             yield seq
 
     def _note_start(self, seq: Sequence, now: float) -> None:
@@ -205,7 +245,7 @@ class Scheduler:
         rows = np.array([seq.row for seq in scheduled], np.intp)
         counts = np.array([seq.num_scheduled for seq in scheduled], np.int32)
         starts = np.array([seq.num_computed_tokens for seq in scheduled], np.int32)
-        samples = np.array([seq.num_scheduled == seq.num_lacking for seq in scheduled])
+        wanted = np.array([seq.num_logit_rows for seq in scheduled], np.int32)
         query_start = np.zeros(len(scheduled) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         num_tokens = int(query_start[-1])
@@ -223,19 +263,67 @@ class Scheduler:
             context_len=starts + counts,
             slot_mapping=self._kv.slot_mapping(np.repeat(rows, counts), positions),
             block_tables=self._kv.block_tables(rows),
-            logit_rows=(query_start[1:] - 1)[samples],
-            sampling=self._rows.table([seq for seq in scheduled if seq.num_scheduled == seq.num_lacking]),
+            logit_rows=_last_of_each(query_start[1:], wanted),
+            sampling=self._rows.table(
+                [
+                    (seq, end + 1 - back)
+                    for seq, end in zip(scheduled, (starts + counts - 1).tolist(), strict=True)
+                    for back in range(seq.num_logit_rows - 1, -1, -1)
+                ]
+            ),
         )
 
-    def _extend(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> EngineOutput:
-        seq.append(token)
-        self.generation_tokens += 1
-        if seq.first_token_time is None:
+    def _take_in(self, seq: Sequence, result: StepResult, row: int, now: float) -> EngineOutput | None:
+        """What the step did for ``seq``, whose logit rows begin at ``row``: its news, if there is any.
+
+        A drafted token counts exactly when it is the one that was sampled in its place. The first one that
+        was not, and all that was computed after it, is forgotten: other tokens will take its slots.
+        """
+        draft = seq.take_draft()
+        seq.num_computed_tokens += seq.num_scheduled
+        end = row + seq.num_logit_rows
+        row, sound = self._take_prompt_logprobs(seq, result, row)
+        tokens: list[int] = []
+        reason: str | None = None
+        sampled, failed = result.token_ids[row:end].tolist(), result.failed[row:end].tolist()
+        for index, token in enumerate(sampled):
+            if failed[index] or not sound:
+                # Its K and V may be as broken as its logits: no block of this step becomes findable.
+                self._remove(seq)
+                output = seq.error_output(*_why_failed(seq))
+                output.token_ids, output.logprobs = tokens, _logprobs(seq, result, row, len(tokens))
+                return output
+            seq.append(token)
+            tokens.append(token)
+            reason = seq.finish_reason(self.max_model_len)
+            if reason is not None or index == len(draft) or token != draft[index]:
+                break
+        if len(sampled) > 1 and self._speculation is not None:
+            accepted = sum(token == guess for token, guess in zip(tokens, draft, strict=False))
+            self._speculation.note_draft(seq, len(sampled) - 1, accepted)
+        seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
+        self._kv.commit(seq)
+        if not tokens:
+            return None
+        self.generation_tokens += len(tokens)
+        is_first = seq.first_token_time is None
+        if is_first:
             seq.first_token_time = now
-        reason = seq.finish_reason(self.max_model_len)
         if reason is not None:
             self._remove(seq)
-        return seq.token_output(token, logprobs, reason)
+        output = seq.token_output(tokens, _logprobs(seq, result, row, len(tokens)), reason)
+        if is_first:
+            output.prompt_logprobs = seq.prompt_logprobs
+        return output
+
+    def _take_prompt_logprobs(self, seq: Sequence, result: StepResult, row: int) -> tuple[int, bool]:
+        """The row after those of prompt tokens that the step scored, and whether all of them are sound."""
+        have = seq.prompt_logprobs
+        if have is None or not seq.lacks_prompt_logprobs:
+            return row, True
+        end = row + min(seq.num_logit_rows, seq.num_prompt_tokens - 1 - len(have))
+        have += [_scored(seq, result, at, len(have) + 1 + at - row) for at in range(row, end)]
+        return end, not result.failed[row:end].any()
 
     def _remove(self, seq: Sequence) -> None:
         """Forget a sequence wherever it is, and its request with the last one."""
@@ -245,6 +333,8 @@ class Scheduler:
             self._free_row(seq)
         else:
             self._waiting.remove(seq)
+        if self._speculation is not None:
+            self._speculation.forget(seq)
         request = seq.request
         del request.sequences[seq.choice]
         if not request.sequences:
@@ -264,30 +354,69 @@ _NOTHING_LEFT = (
 
 def _why_failed(seq: Sequence) -> tuple[str, str]:
     """Class and message of the error of a row that could not be sampled: its grammar's, or its logits'."""
-    if seq.matcher is not None and seq.matcher.error is not None:
-        return "GrammarError", seq.matcher.error
-    return "GenerationError", _NOT_FINITE if seq.matcher is None else _NOTHING_LEFT
+    if seq.matcher is None:
+        return "GenerationError", _NOT_FINITE
+    why = seq.matcher.dead_end()
+    return ("GenerationError", _NOTHING_LEFT) if why is None else ("GrammarError", why)
 
 
 def _lacks_many(seq: Sequence) -> bool:
-    return seq.num_lacking > 1
+    return seq.num_lacking - seq.num_draft_tokens > 1
 
 
-def _give(seq: Sequence, budget: int, scheduled: list[Sequence]) -> int:
-    """Schedule as many tokens as ``seq`` lacks and the budget allows; returns what is left of it."""
-    seq.num_scheduled = min(seq.num_lacking, budget)
-    if seq.num_scheduled > 0:
-        scheduled.append(seq)
-    return budget - seq.num_scheduled
+class _Share:
+    """What a step has left to give: tokens, and logit rows beyond one a sequence."""
+
+    def __init__(self, budget: int, spare_rows: int) -> None:
+        self.budget = budget
+        self.spare_rows = spare_rows
+        self.scheduled: list[Sequence] = []
+
+    def give(self, seq: Sequence) -> None:
+        """Schedule as many tokens as ``seq`` lacks, as far as there are tokens and rows."""
+        seq.num_scheduled = min(seq.num_lacking, self.budget)
+        if seq.lacks_prompt_logprobs:
+            before = max(0, seq.first_logit_row - seq.num_computed_tokens)
+            seq.num_scheduled = min(seq.num_scheduled, before + 1 + self.spare_rows)
+        end = seq.num_computed_tokens + seq.num_scheduled
+        first = max(seq.first_logit_row, seq.num_computed_tokens)
+        seq.num_logit_rows = max(0, end - first)
+        if seq.num_scheduled > 0:
+            self.scheduled.append(seq)
+            self.budget -= seq.num_scheduled
+            if seq.lacks_prompt_logprobs:
+                self.spare_rows -= max(0, seq.num_logit_rows - 1)
 
 
-def _logprobs(seq: Sequence, result: StepResult, row: int) -> TokenLogprobs | None:
+def _last_of_each(ends: Int32, counts: Int32) -> Int32:
+    """The last ``counts[i]`` indices before ``ends[i]``, one after the other."""
+    before = np.cumsum(counts, dtype=np.int32) - counts
+    return np.repeat(ends - counts - before, counts) + np.arange(counts.sum(), dtype=np.int32)
+
+
+def _logprobs(seq: Sequence, result: StepResult, row: int, count: int) -> list[TokenLogprobs] | None:
     wanted = seq.request.params.logprobs
     if wanted is None:
         return None
+    return [
+        TokenLogprobs(
+            token_id=int(result.token_ids[at]),
+            logprob=float(result.logprobs[at]),
+            top_ids=result.top_ids[at, :wanted].tolist(),
+            top_logprobs=result.top_logprobs[at, :wanted].tolist(),
+        )
+        for at in range(row, row + count)
+    ]
+
+
+def _scored(seq: Sequence, result: StepResult, row: int, position: int) -> TokenLogprobs:
+    """The log-probabilities of the prompt's token at ``position``."""
+    wanted = seq.request.params.prompt_logprobs
+    [token] = seq.tokens(position, position + 1).tolist()
+    impossible = token != result.token_ids[row]  # so much so that no bias helped
     return TokenLogprobs(
-        token_id=int(result.token_ids[row]),
-        logprob=float(result.logprobs[row]),
+        token_id=token,
+        logprob=-math.inf if impossible else float(result.logprobs[row]),
         top_ids=result.top_ids[row, :wanted].tolist(),
         top_logprobs=result.top_logprobs[row, :wanted].tolist(),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.backend.batch import Float32, Int32
 from headrace.engine.grammar import Grammar
@@ -10,6 +11,7 @@ from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams,
 
 _GREEDY_BELOW = 1e-5
 _MIN_GROWTH = 64
+_FORCE = np.array([1e30], np.float32)  # above any logit, and the sum is still finite
 
 
 class SeenTokens:
@@ -39,16 +41,29 @@ class SeenTokens:
             self._size += 1
         self._counts[at] += 1
 
-    def arrays(self) -> tuple[Int32, Int32]:
-        """``(ids, counts)``, views that are valid until the next append."""
-        return self._ids[: self._size], self._counts[: self._size]
+    def arrays(self, drafted: list[int] | None = None) -> tuple[Int32, Int32]:
+        """``(ids, counts)``, views that are valid until the next append.
+
+        With ``drafted`` tokens: copies, as they would be after those.
+        """
+        ids, counts = self._ids[: self._size], self._counts[: self._size]
+        if not drafted:
+            return ids, counts
+        new = [token for token in dict.fromkeys(drafted) if token not in self._index]
+        places = self._index | {token: self._size + i for i, token in enumerate(new)}
+        ids = np.concatenate([ids, np.array(new, np.int32)])
+        counts = np.concatenate([counts, np.zeros(len(new), np.int32)])
+        np.add.at(counts, [places[token] for token in drafted], 1)
+        return ids, counts
 
 
 class Request:
     """What a client asked, as far as its sequences share it. The prompt lives in the sequences."""
 
     __slots__ = (
+        "allowed",
         "arrival_time",
+        "bad_words",
         "ban_ids",
         "cache_salt",
         "grammar",
@@ -88,6 +103,9 @@ class Request:
         eos = () if params.ignore_eos else request.eos_token_ids
         self.stop_ids = frozenset((*eos, *params.stop_token_ids))
         self.ban_ids = sorted(token for token in self.stop_ids if 0 <= token < vocab_size)
+        self.bad_words = [tuple(word) for word in request.bad_word_ids]
+        allowed = params.allowed_token_ids
+        self.allowed = None if allowed is None else _mask(allowed, vocab_size)
         self.was_scheduled = False
         self.grammar = grammar
         prompt = np.array(request.prompt_token_ids, np.int32)
@@ -97,8 +115,9 @@ class Request:
 class Sequence:
     """One stream of tokens: the prompt and what was generated.
 
-    The one scheduling rule rests on two numbers: ``num_tokens`` (known) and ``num_computed_tokens`` (whose K
-    and V are in the cache). A sequence lacks the difference; when it lacks nothing more, a token is sampled.
+    The one scheduling rule rests on two numbers: ``num_tokens`` (prompt, output and, during a step, the draft
+    that it verifies) and ``num_computed_tokens`` (whose K and V are in the cache). A sequence lacks the
+    difference; from its last token before the draft on, each computed token has its successor sampled.
     """
 
     __slots__ = (
@@ -113,9 +132,12 @@ class Sequence:
         "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_draft_tokens",
+        "num_logit_rows",
         "num_prompt_tokens",
         "num_scheduled",
         "num_tokens",
+        "prompt_logprobs",
         "rank",
         "request",
         "row",
@@ -131,7 +153,9 @@ class Sequence:
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
         self.num_computed_tokens = 0
+        self.num_draft_tokens = 0  # the last of num_tokens: guessed, not sampled
         self.num_scheduled = 0  # tokens in the step in flight; scheduler
+        self.num_logit_rows = 0  # of its last tokens in the step in flight; scheduler
         self.row = -1  # in the block tables and the sampling rows; scheduler; -1 = not running
         self.block_keys: list[bytes] = []  # of the leading full blocks; KVCache, as far as it needed them
         self.waits_for: bytes | None = None  # block that another sequence is computing; KVCache
@@ -140,25 +164,45 @@ class Sequence:
         self.first_token_time: float | None = None
         params = request.params
         self.matcher = None if request.grammar is None else request.grammar.matcher()
+        # Of the prompt's tokens from the second on, as far as computed; the first choice's stand for all.
+        wanted = params.prompt_logprobs is not None and choice == 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self._seen: SeenTokens | None = None
         if params.repetition_penalty != 1.0:
             self._seen = SeenTokens(prompt)
         elif params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             self._seen = SeenTokens(prompt[:0])
         self._bias = _bias_arrays(params.logit_bias)
-        banned = dict(params.logit_bias)
-        banned.update(dict.fromkeys(request.ban_ids, -np.inf))
+        banned = params.logit_bias | dict.fromkeys(request.ban_ids, -np.inf)
         self._bans = _bias_arrays(banned) if params.min_tokens > 0 else self._bias
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens of prompt and output, without the draft."""
+        return self.num_tokens - self.num_draft_tokens
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return self.num_tokens - self.num_prompt_tokens
+        return self.num_known_tokens - self.num_prompt_tokens
 
     @property
     def num_lacking(self) -> int:
-        """Known tokens whose K and V are not computed yet."""
+        """Tokens, the draft's included, whose K and V are not computed yet."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether prompt tokens are still without the log-probabilities that were asked for."""
+        have = self.prompt_logprobs
+        return have is not None and len(have) < self.num_prompt_tokens - 1
+
+    @property
+    def first_logit_row(self) -> int:
+        """Position of the first token after which the logits are wanted."""
+        if self.prompt_logprobs is not None and self.lacks_prompt_logprobs:
+            return len(self.prompt_logprobs)
+        return self.num_known_tokens - 1
 
     def tokens(self, start: int, stop: int) -> Int32:
         """A view of token ids ``start:stop``; ``stop`` is at most ``num_tokens``."""
@@ -166,16 +210,23 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """Add a sampled token."""
-        if self.num_tokens == len(self._tokens):
-            grown = np.empty(self.num_tokens + max(_MIN_GROWTH, self.num_tokens // 2), np.int32)
-            grown[: self.num_tokens] = self._tokens
-            self._tokens = grown
-        self._tokens[self.num_tokens] = token
-        self.num_tokens += 1
+        self._write([token])
         if self._seen is not None:
             self._seen.append(token)
         if self.matcher is not None:
             self.matcher.accept(token)
+
+    def place_draft(self, draft: list[int]) -> None:
+        """Add guessed tokens, for one step to verify."""
+        self._write(draft)
+        self.num_draft_tokens = len(draft)
+
+    def take_draft(self) -> list[int]:
+        """Take the guessed tokens away again."""
+        known = self.num_known_tokens
+        draft: list[int] = self._tokens[known : self.num_tokens].tolist()
+        self.num_tokens, self.num_draft_tokens = known, 0
+        return draft
 
     def finish_reason(self, max_model_len: int) -> str | None:
         """Whether the last token ended the sequence: ``stop``, ``length`` or None."""
@@ -188,13 +239,44 @@ class Sequence:
             return "length"
         return "length" if self.num_tokens >= max_model_len else None
 
-    def seen(self) -> tuple[Int32, Int32] | None:
-        """Distinct seen ids and their output counts, or None when no penalty needs them."""
-        return None if self._seen is None else self._seen.arrays()
+    # How the token at a position is sampled, given the tokens before it, drafted ones included.
 
-    def bias(self) -> tuple[Int32, Float32] | None:
-        """What to add to the next token's logits: ids and values; -inf bans stops before ``min_tokens``."""
-        return self._bans if self.num_output_tokens < self.request.params.min_tokens else self._bias
+    def seen(self, position: int) -> tuple[Int32, Int32] | None:
+        """Distinct seen ids and their output counts, or None when no penalty needs them."""
+        if self._seen is None:
+            return None
+        return self._seen.arrays(self._tokens[self.num_known_tokens : position].tolist())
+
+    def bias(self, position: int) -> tuple[Int32, Float32] | None:
+        """What to add to its logits: ids and values.
+
+        -inf bans: stops before ``min_tokens``, and whatever would complete a bad word of the output.
+        """
+        params, request = self.request.params, self.request
+        early = position - self.num_prompt_tokens < params.min_tokens
+        bans = self._bad_ends(position) if request.bad_words else None
+        if not bans:
+            return self._bans if early else self._bias
+        if early:
+            bans += request.ban_ids
+        return _bias_arrays(params.logit_bias | dict.fromkeys(bans, -np.inf))
+
+    def mask(self, position: int) -> NDArray[np.uint32] | None:
+        """The ids that are allowed, as a row of SamplingTable.masks; None allows all.
+
+        Behind a drafted token that the grammar forbids None will do: nothing sampled there will count.
+        """
+        if self.matcher is None:
+            return self.request.allowed
+        drafted = self._tokens[self.num_known_tokens : position].tolist()
+        mask = self.matcher.mask(allow_end=not self.request.params.ignore_eos, after=drafted)
+        if mask is not None and self.request.allowed is not None:
+            mask &= self.request.allowed
+        return mask
+
+    def forced(self, position: int) -> tuple[Int32, Float32]:
+        """A bias under which greedy sampling gives the token that is there: a prompt token, to be scored."""
+        return self._tokens[position : position + 1], _FORCE
 
     def sampling_temperature(self) -> float:
         """0 for temperatures too small to divide by."""
@@ -213,15 +295,14 @@ class Sequence:
         )
 
     def token_output(
-        self, token: int, logprobs: TokenLogprobs | None, finish_reason: str | None
+        self, tokens: list[int], logprobs: list[TokenLogprobs] | None, finish_reason: str | None
     ) -> EngineOutput:
-        """News of one sampled token."""
+        """News of sampled tokens, of which the last may have ended the sequence."""
         output = self.output(finish_reason)
-        output.token_ids = [token]
-        if logprobs is not None:
-            output.logprobs = [logprobs]
-        if finish_reason == "stop" and token in self.request.stop_ids:
-            output.stop_token_id = token
+        output.token_ids = tokens
+        output.logprobs = logprobs
+        if finish_reason == "stop" and tokens[-1] in self.request.stop_ids:
+            output.stop_token_id = tokens[-1]
         return output
 
     def error_output(self, kind: str, message: str) -> EngineOutput:
@@ -230,6 +311,32 @@ class Sequence:
         output.error_kind = kind
         output.error_message = message
         return output
+
+    def _write(self, token_ids: list[int]) -> None:
+        end = self.num_tokens + len(token_ids)
+        if end > len(self._tokens):
+            grown = np.empty(end + max(_MIN_GROWTH, end // 2), np.int32)
+            grown[: self.num_tokens] = self._tokens[: self.num_tokens]
+            self._tokens = grown
+        self._tokens[self.num_tokens : end] = token_ids
+        self.num_tokens = end
+
+    def _bad_ends(self, position: int) -> list[int]:
+        """Tokens that would complete a bad word at ``position``."""
+        output = self._tokens[self.num_prompt_tokens : position]
+        ends = []
+        for word in self.request.bad_words:
+            rest = len(word) - 1
+            if rest == 0 or (rest <= len(output) and tuple(output[-rest:].tolist()) == word[:-1]):
+                ends.append(word[-1])
+        return ends
+
+
+def _mask(allowed: list[int], vocab_size: int) -> NDArray[np.uint32]:
+    """A row of SamplingTable.masks that allows these ids."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[allowed] = 1
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32, copy=False)
 
 
 def _bias_arrays(bias: dict[int, float]) -> tuple[Int32, Float32] | None:

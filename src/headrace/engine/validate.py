@@ -14,6 +14,7 @@ from headrace.errors import ContextLengthError, InvalidRequestError, OverloadedE
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 256
 MAX_LOGIT_BIAS = 100.0
 _MAX_COUNT = 2**31 - 1
 
@@ -35,6 +36,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         _whole("priority", request.priority, -(2**31), 2**31 - 1)
         _number("arrival_time", request.arrival_time)
         _check_ids("eos_token_ids", request.eos_token_ids, None)
+        _check_bad_words(request.bad_word_ids, self.vocab_size)
         request.params.validate(self.vocab_size)
         self._check_prompt(request.prompt_token_ids)
 
@@ -89,14 +91,20 @@ def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> Non
         )
     if params.logprobs is not None:
         _whole("logprobs", params.logprobs, 0, MAX_LOGPROBS)
-    if not isinstance(params.ignore_eos, bool):
+    if params.prompt_logprobs is not None:
+        _whole("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
+    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+        value = getattr(params, name)
+        if not isinstance(value, bool):
+            raise InvalidRequestError(f"{name} must be true or false, not {_shown(value)}.", param=name)
+    for name in ("stop", "bad_words"):
+        texts = getattr(params, name)
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            raise InvalidRequestError(f"{name} must be a list of non-empty strings.", param=name)
+    if params.stop and not params.detokenize:
         raise InvalidRequestError(
-            f"ignore_eos must be true or false, not {_shown(params.ignore_eos)}.", param="ignore_eos"
-        )
-    if not isinstance(params.skip_special_tokens, bool):
-        raise InvalidRequestError(
-            f"skip_special_tokens must be true or false, not {_shown(params.skip_special_tokens)}.",
-            param="skip_special_tokens",
+            "Stop strings are looked for in text, which detokenize=False does not make: use stop_token_ids.",
+            param="stop",
         )
     if params.structured_outputs is not None:
         if not isinstance(params.structured_outputs, StructuredOutputs):
@@ -106,14 +114,41 @@ def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> Non
                 param="structured_outputs",
             )
         params.structured_outputs.source()
-    if not isinstance(params.stop, list) or not all(isinstance(s, str) and s for s in params.stop):
-        raise InvalidRequestError("stop must be a list of non-empty strings.", param="stop")
+    if len(params.bad_words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(
+            f"bad_words holds {len(params.bad_words)} words; at most {MAX_BAD_WORDS} are possible.",
+            param="bad_words",
+        )
+    if params.truncate_prompt_tokens is not None:
+        _whole("truncate_prompt_tokens", params.truncate_prompt_tokens, -1, _MAX_COUNT)
+        if params.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens must be 1 or more, or -1 for as many as fit, not 0.",
+                param="truncate_prompt_tokens",
+            )
+    if params.allowed_token_ids is not None:
+        _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        if not params.allowed_token_ids:
+            raise InvalidRequestError(
+                "allowed_token_ids must not be empty; leave it out to allow every token.",
+                param="allowed_token_ids",
+            )
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     if not isinstance(params.logit_bias, dict):
         raise InvalidRequestError("logit_bias must map token ids to numbers.", param="logit_bias")
     _check_ids("logit_bias", list(params.logit_bias), vocab_size)
     for value in params.logit_bias.values():
         _number("logit_bias", value, lambda x: abs(x) <= MAX_LOGIT_BIAS, "from -100 to 100")
+
+
+def _check_bad_words(words: Any, vocab_size: int) -> None:
+    if not isinstance(words, list) or len(words) > 2 * MAX_BAD_WORDS or not all(words):
+        raise InvalidRequestError(
+            f"bad_word_ids must be a list of at most {2 * MAX_BAD_WORDS} lists of token ids.",
+            param="bad_words",
+        )
+    for word in words:
+        _check_ids("bad_word_ids", word, vocab_size)
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> None:

@@ -126,24 +126,28 @@ def _append(answer: RequestOutput, news: TextOutput, tokenizer: Tokenizer) -> No
     completion.text += news.text
     completion.token_ids += news.token_ids
     completion.finish_reason, completion.stop_reason = news.finish_reason, news.stop_reason
+    if news.prompt_logprobs is not None:
+        answer.prompt_logprobs = [None, *(candidates(entry, tokenizer) for entry in news.prompt_logprobs)]
     answer.num_cached_tokens = max(answer.num_cached_tokens, news.num_cached_tokens)
     if completion.logprobs is not None and news.logprobs is not None:
-        completion.logprobs += [_candidates(entry, tokenizer) for entry in news.logprobs]
+        completion.logprobs += [candidates(entry, tokenizer) for entry in news.logprobs]
         total = completion.cumulative_logprob or 0.0
         completion.cumulative_logprob = total + sum(entry.logprob for entry in news.logprobs)
 
 
-def _candidates(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+def candidates(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The likeliest tokens at one position, and the one that is there, by id."""
+
     def text(token: int) -> str:
         return tokenizer.token_bytes(token).decode("utf-8", "replace")
 
-    candidates = {
+    found = {
         token: Logprob(logprob, rank, text(token))
         for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1)
     }
-    if entry.token_id not in candidates:
-        candidates[entry.token_id] = Logprob(entry.logprob, None, text(entry.token_id))
-    return candidates
+    if entry.token_id not in found:
+        found[entry.token_id] = Logprob(entry.logprob, None, text(entry.token_id))
+    return found
 
 
 @contextlib.contextmanager

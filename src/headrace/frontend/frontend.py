@@ -35,6 +35,7 @@ class Frontend:
     """Tokenises, submits, and turns tokens back into text; thread-safe, and never on the engine's thread.
 
     ``max_model_len``: tokens of prompt and output together that one sequence may have.
+    ``eos_token_ids``: tokens that end an answer.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, model_name: str) -> None:
@@ -42,7 +43,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.max_model_len = client.max_model_len
-        self._eos_token_ids = [i for i in tokenizer.eos_token_ids if i < client.architecture.vocab_size]
+        self.eos_token_ids = [i for i in tokenizer.eos_token_ids if i < client.architecture.vocab_size]
         self._prefix = os.urandom(4).hex()
         self._numbers = itertools.count()  # next() on it is atomic
         self._lock = threading.Lock()
@@ -112,6 +113,19 @@ class Frontend:
             raise InvalidRequestError("The chat template made an empty prompt of these messages.")
         return ids
 
+    def truncate(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The end of a prompt, as long as ``truncate_prompt_tokens`` says.
+
+        -1 leaves the answer its ``max_tokens``, or one token if it has no limit.
+        """
+        most = params.truncate_prompt_tokens
+        if most is None or type(most) is not int:  # check() refuses what is no number
+            return prompt_token_ids
+        if most == -1:
+            answer = params.max_tokens if type(params.max_tokens) is int else 1
+            most = max(1, self.max_model_len - max(1, answer))
+        return prompt_token_ids[-most:] if most > 0 else prompt_token_ids
+
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """What can be said before submitting: raises InvalidRequestError or ContextLengthError."""
         params.validate(self.client.architecture.vocab_size)
@@ -151,12 +165,13 @@ class Frontend:
             request_id=request_id or f"{self._prefix}-{next(self._numbers)}",
             prompt_token_ids=list(prompt_token_ids),
             params=params,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             priority=priority,
             arrival_time=time.monotonic(),
             cache_salt=cache_salt,
         )
         self.check(request.prompt_token_ids, params)
+        request.bad_word_ids = self._bad_word_ids(params.bad_words)
         text_request = TextRequest(self.client, request, self.tokenizer, wake)
         self.client.submit(request, text_request.receive)
         return text_request
@@ -204,6 +219,17 @@ class Frontend:
     def close(self) -> None:
         """Close the engine: what still runs ends with ``abort``. Closing twice is fine."""
         self.client.close()
+
+    def _bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as the model may spell it: at the beginning of a text and after a space."""
+        vocab_size = self.client.architecture.vocab_size
+        spellings: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()) if word.strip() else (word,):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids and max(ids) < vocab_size:
+                    spellings[tuple(ids)] = None
+        return [list(ids) for ids in spellings]
 
     def _chat_template(self) -> ChatTemplate:
         from headrace.frontend.chat_template import ChatTemplate

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from headrace.engine.request import EngineStats, SamplingParams
 from headrace.errors import ConfigError, InvalidRequestError
 from headrace.frontend.batch import BatchRequest, generate_batch
+from headrace.frontend.beam_search import BeamSearch, BeamSearchParams, beam_text
 from headrace.frontend.frontend import Frontend, Progress, open_frontend
-from headrace.frontend.outputs import RequestOutput
+from headrace.frontend.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from typing import Self
@@ -31,8 +32,9 @@ class LLM:
     """A model, loaded and ready to generate.
 
     Settings come as config objects or as plain arguments, which fill in what the object leaves at its
-    default; where both say something different, ConfigError is raised. ``progress`` is told how the
-    model's download advances. Not for use by several threads at once.
+    default; where both say something different, ConfigError is raised. ``speculative_config`` is a
+    :class:`SpeculativeConfig` or a dict of its fields. ``progress`` is told how the model's download
+    advances. Not for use by several threads at once.
 
     Raises ConfigError, ModelNotFoundError, DownloadError, ModelFormatError or OutOfMemoryError.
     """
@@ -49,6 +51,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         backend: str | None = None,
         device: str | None = None,
         threads: int | None = None,
@@ -79,6 +82,7 @@ class LLM:
             scheduler_config or SchedulerConfig(),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            speculative=SpeculativeConfig.of(speculative_config),
         )
         self._frontend = open_frontend(
             self.model_config,
@@ -150,6 +154,53 @@ class LLM:
 
         return self._run(conversations, encode, sampling_params, use_tqdm)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[RequestOutput]:
+        """The ``beam_width`` best answers to each prompt, best first.
+
+        ``cumulative_logprob`` is without length penalty. Raises as :meth:`generate`.
+        """
+        params.validate()
+        if isinstance(prompts, (str, Mapping)):
+            prompts = [prompts]
+        frontend = self._frontend
+        encoded = [self._prompt(prompt) for prompt in prompts]
+        for _, ids in encoded:
+            frontend.check(ids, SamplingParams())
+        searches = [
+            BeamSearch(params, frontend.eos_token_ids, frontend.max_model_len - len(ids))
+            for _, ids in encoded
+        ]
+        while running := [search for search in searches if not search.done]:
+            requests = [
+                BatchRequest(None, [*ids, *beam.token_ids], search.step_params)
+                for search, (_, ids) in zip(searches, encoded, strict=True)
+                if not search.done
+                for beam in search.running
+            ]
+            answers = iter(self._batch(requests, show_progress=use_tqdm))
+            for search in running:
+                search.advance([_likeliest(next(answers)) for _ in search.running])
+        return [
+            RequestOutput(
+                request_id=f"beam-{number}",
+                prompt=text,
+                prompt_token_ids=ids,
+                outputs=[
+                    CompletionOutput(
+                        index=index,
+                        text=beam_text(beam, frontend.tokenizer, ids),
+                        token_ids=list(beam.token_ids),
+                        cumulative_logprob=beam.logprob,
+                        finish_reason="stop" if beam.stopped else "length",
+                    )
+                    for index, beam in enumerate(search.ended)
+                ],
+            )
+            for number, (search, (text, ids)) in enumerate(zip(searches, encoded, strict=True))
+        ]
+
     def stats(self) -> EngineStats:
         """A snapshot: ``prefix_cache_hit_rate``, ``num_running_seqs``, ``kv_cache_usage`` and the rest."""
         return self._frontend.client.stats()
@@ -185,6 +236,7 @@ class LLM:
         for index, (item, its_params) in enumerate(zip(inputs, params, strict=True)):
             try:
                 text, ids = encode(item)
+                ids = self._frontend.truncate(ids, its_params)
                 self._frontend.check(ids, its_params)
             except InvalidRequestError as error:
                 if len(inputs) > 1:
@@ -192,6 +244,9 @@ class LLM:
                     error.args = (error.message,)
                 raise
             requests.append(BatchRequest(text, ids, its_params))
+        return self._batch(requests, show_progress)
+
+    def _batch(self, requests: Sequence[BatchRequest], show_progress: bool) -> list[RequestOutput]:
         return generate_batch(
             self._frontend,
             requests,
@@ -216,6 +271,12 @@ class LLM:
                 f"{type(prompt).__name__}."
             )
         return (prompt if is_text else None), self._frontend.encode_prompt(prompt)
+
+
+def _likeliest(answer: RequestOutput) -> list[tuple[int, float]]:
+    """The candidates for the only token of an answer, likeliest first."""
+    [candidates] = answer.outputs[0].logprobs or [{}]
+    return [(token, found.logprob) for token, found in candidates.items() if found.rank is not None]
 
 
 def _with_arguments(config: Any, **arguments: Any) -> Any:

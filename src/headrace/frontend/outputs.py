@@ -19,6 +19,9 @@ class TextOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None  # one per token, when asked for
+    prompt_logprobs: list[TokenLogprobs] | None = (
+        None  # once, when asked for: of all prompt tokens but the first
+    )
     finish_reason: str | None = None  # stop, length, abort, error
     stop_reason: str | int | None = None  # the stop string or stop token id that matched; None for EOS
     num_cached_tokens: int = 0
@@ -57,11 +60,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt and its answers. ``prompt`` is None if it was given as token ids."""
+    """One prompt and its answers. ``prompt`` is None if it was given as token ids.
+
+    ``prompt_logprobs``: per prompt token, candidates by id, when asked for; None for the first, which
+    follows nothing.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0

@@ -29,8 +29,13 @@ class TextChoice:
         self._choice = choice
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._unchecked = params.min_tokens  # stop strings are not looked for in the first so many tokens
-        self._detokenizer = Detokenizer(
-            tokenizer, continues_text=continues_text, skip_special_tokens=params.skip_special_tokens
+        self._keeps_stop = params.include_stop_str_in_output
+        self._detokenizer = (
+            Detokenizer(
+                tokenizer, skip_special_tokens=params.skip_special_tokens, continues_text=continues_text
+            )
+            if params.detokenize
+            else None
         )
         self._matcher = StopMatcher(params.stop) if params.stop else None
         self._news: TextOutput | None = None
@@ -50,6 +55,8 @@ class TextChoice:
         news.token_ids += output.token_ids[:kept]
         if output.logprobs is not None:
             news.logprobs = (news.logprobs or []) + output.logprobs[:kept]
+        if output.prompt_logprobs is not None:
+            news.prompt_logprobs = output.prompt_logprobs
         news.num_cached_tokens = max(news.num_cached_tokens, output.num_cached_tokens)
         news.first_scheduled_time = news.first_scheduled_time or output.first_scheduled_time
         news.first_token_time = news.first_token_time or output.first_token_time
@@ -70,17 +77,19 @@ class TextChoice:
 
     def _text_of(self, output: EngineOutput) -> tuple[str, int, str | None]:
         """The text to show, how many of the output's tokens it stands for, and the stop string found."""
-        tokens, matcher = output.token_ids, self._matcher
+        tokens, matcher, detokenizer = output.token_ids, self._matcher, self._detokenizer
+        if detokenizer is None:
+            return "", len(tokens), None
         shown = len(tokens)
         if output.finish_reason == "stop" and shown and tokens[-1] == output.stop_token_id:
-            shown -= 1  # a stop token ends the text and is no part of it
+            shown -= not self._keeps_stop  # a stop token ends the text and is no part of it
         ending = output.finish_reason is not None
         if matcher is None:
-            text = self._detokenizer.push(tokens[:shown])
-            return text + self._detokenizer.finish() if ending else text, len(tokens), None
+            text = detokenizer.push(tokens[:shown])
+            return text + detokenizer.finish() if ending else text, len(tokens), None
         text = ""
         for index in range(shown):
-            piece = self._detokenizer.push(tokens[index : index + 1])
+            piece = detokenizer.push(tokens[index : index + 1])
             if self._unchecked > 0:
                 self._unchecked -= 1
                 text += piece
@@ -88,12 +97,12 @@ class TextChoice:
             safe, matched = matcher.push(piece)
             text += safe
             if matched is not None:
-                return text, index + 1, matched
+                return text + matched * self._keeps_stop, index + 1, matched
         if ending:
-            safe, matched = matcher.push(self._detokenizer.finish())
+            safe, matched = matcher.push(detokenizer.finish())
             text += safe
             if matched is not None:
-                return text, len(tokens), matched
+                return text + matched * self._keeps_stop, len(tokens), matched
             text += matcher.finish()
         return text, len(tokens), None
 

@@ -28,6 +28,12 @@ _OURS_ONLY = tuple(
     for name in ("kv_blocks", "step_seconds", "batch_tokens", "device_", "http_", "model_load_")
 )
 
+_VLLM_NAMES = {  # where it is not our name with another beginning
+    "headrace_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "headrace_draft_tokens_accepted": "vllm:spec_decode_num_accepted_tokens",
+    "headrace_draft_tokens_accepted_per_pos": "vllm:spec_decode_num_accepted_tokens_per_pos",
+}
+
 
 class Stats(Protocol):
     """What the metrics read of an engine's snapshot (``engine.request.EngineStats`` has it all)."""
@@ -42,6 +48,9 @@ class Stats(Protocol):
     prompt_tokens: int
     generation_tokens: int
     num_preemptions: int
+    draft_tokens: int
+    draft_tokens_accepted: int
+    draft_tokens_accepted_per_position: list[int]
     num_steps: int
     step_seconds: float
     batch_tokens: int
@@ -121,8 +130,9 @@ class _Aliased(Collector):
 
 
 def _as_vllm(metric: Metric) -> Metric:
-    alias = Metric(metric.name.replace("headrace_", "vllm:", 1), metric.documentation, metric.type)
-    alias.samples = [s._replace(name=s.name.replace("headrace_", "vllm:", 1)) for s in metric.samples]
+    name = _VLLM_NAMES.get(metric.name, metric.name.replace("headrace_", "vllm:", 1))
+    alias = Metric(name, metric.documentation, metric.type)
+    alias.samples = [s._replace(name=s.name.replace(metric.name, name, 1)) for s in metric.samples]
     return alias
 
 
@@ -150,6 +160,9 @@ class _EngineCollector(Collector):
         yield self._counter(
             "num_preemptions", "Sequences put back for want of blocks.", stats.num_preemptions
         )
+        yield self._counter("draft_tokens", "Tokens drafted and verified.", stats.draft_tokens)
+        yield self._counter("draft_tokens_accepted", "Drafted tokens kept.", stats.draft_tokens_accepted)
+        yield self._per_position(stats.draft_tokens_accepted_per_position)
         yield self._summary("step_seconds", "Time in engine steps.", stats.num_steps, stats.step_seconds)
         yield self._summary("batch_tokens", "Tokens in engine steps.", stats.num_steps, stats.batch_tokens)
         yield self._gauge("device_memory_bytes", "Resident memory, the engine's included.", self._memory())
@@ -182,6 +195,16 @@ class _EngineCollector(Collector):
     def _counter(self, name: str, text: str, value: float) -> Metric:
         metric = CounterMetricFamily(f"headrace_{name}", text, labels=("model_name",))
         metric.add_metric(self._model, value)
+        return metric
+
+    def _per_position(self, accepted: list[int]) -> Metric:
+        metric = CounterMetricFamily(
+            "headrace_draft_tokens_accepted_per_pos",
+            "Drafted tokens kept, by their place in the draft.",
+            labels=("model_name", "position"),
+        )
+        for position, count in enumerate(accepted):
+            metric.add_metric([*self._model, str(position)], count)
         return metric
 
     def _summary(self, name: str, text: str, count: int, total: float) -> Metric:

@@ -10,7 +10,7 @@ from headrace.engine.request import TokenLogprobs
 from headrace.frontend.outputs import TextOutput
 from headrace.frontend.tools import CallDelta, ToolParser
 from headrace.server.generation import Generation
-from headrace.server.logprobs import TokenBytes, chat_logprobs
+from headrace.server.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from headrace.server.responses import (
     AssistantMessage,
     ChatChoice,
@@ -34,6 +34,7 @@ class ChatAnswer:
     tokenizer: TokenBytes
     n: int
     wants_logprobs: bool = False
+    wants_prompt_logprobs: bool = False
     include_usage: bool = False
     tools: ToolUse | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -44,10 +45,12 @@ class ChatAnswer:
         texts: list[list[str]] = [[] for _ in range(self.n)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(self.n)]
         ends: dict[int, TextOutput] = {}
+        scored: list[TokenLogprobs] | None = None
         async for outputs in generation:
             for output in outputs:
                 texts[output.choice].append(output.text)
                 logprobs[output.choice].extend(output.logprobs or ())
+                scored = output.prompt_logprobs or scored
                 if output.finish_reason is not None:
                     ends[output.choice] = output
         choices = []
@@ -69,6 +72,8 @@ class ChatAnswer:
         answer = ChatCompletion(
             self.id, self.created, self.model, self.fingerprint, choices, generation.settle()
         )
+        if self.wants_prompt_logprobs:
+            answer.prompt_logprobs = prompt_logprobs(self.tokenizer, scored or [])
         return encode(answer)
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:

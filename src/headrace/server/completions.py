@@ -6,11 +6,13 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from headrace.engine.request import TokenLogprobs
 from headrace.frontend.outputs import TextOutput
 from headrace.server.generation import Generation
-from headrace.server.logprobs import TokenBytes, completion_logprobs
-from headrace.server.responses import Completion, CompletionChoice, encode, event
+from headrace.server.logprobs import TokenBytes, completion_logprobs, prompt_logprobs
+from headrace.server.responses import Completion, CompletionChoice, CompletionLogprobs, encode, event
 
 
 @dataclass(slots=True)
@@ -18,6 +20,7 @@ class CompletionAnswer:
     """Turns the outputs of one generation into a :class:`Completion` or into its chunks.
 
     ``echo``: the texts of the prompts, to stand before their completions; empty for no echo.
+    ``first_tokens``: of the prompts; with ``echo`` and log-probabilities.
     """
 
     id: str
@@ -27,8 +30,10 @@ class CompletionAnswer:
     n: int  # per prompt
     prompts: int
     wants_logprobs: bool = False
+    wants_prompt_logprobs: bool = False
     include_usage: bool = False
     echo: list[str] = field(default_factory=list)
+    first_tokens: list[int] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
     _offsets: dict[int, int] = field(default_factory=dict)
 
@@ -37,20 +42,27 @@ class CompletionAnswer:
         count = self.n * self.prompts
         texts: list[list[str]] = [[self._echo(index)] for index in range(count)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
+        scored: list[list[TokenLogprobs]] = [[] for _ in range(self.prompts)]
         ends: dict[int, TextOutput] = {}
         async for outputs in generation:
             for output in outputs:
                 texts[output.choice].append(output.text)
                 logprobs[output.choice].extend(output.logprobs or ())
+                scored[output.choice // self.n].extend(output.prompt_logprobs or ())
                 if output.finish_reason is not None:
                     ends[output.choice] = output
         choices = [
             CompletionChoice(
                 index,
                 "".join(texts[index]),
-                completion_logprobs(self.tokenizer, logprobs[index], 0)[0] if self.wants_logprobs else None,
+                self._logprobs(scored[index // self.n], logprobs[index], index)
+                if self.wants_logprobs
+                else None,
                 end.finish_reason,
                 end.stop_reason,
+                prompt_logprobs(self.tokenizer, scored[index // self.n])
+                if self.wants_prompt_logprobs
+                else UNSET,
             )
             for index, end in sorted(ends.items())
         ]
@@ -82,6 +94,15 @@ class CompletionAnswer:
 
     def _echo(self, choice: int) -> str:
         return self.echo[choice // self.n] if self.echo else ""
+
+    def _logprobs(
+        self, scored: list[TokenLogprobs], sampled: list[TokenLogprobs], choice: int
+    ) -> CompletionLogprobs:
+        """Those of the answer, behind those of the prompt if that is echoed."""
+        if not self.echo:
+            return completion_logprobs(self.tokenizer, sampled, 0)[0]
+        first = self.first_tokens[choice // self.n]
+        return completion_logprobs(self.tokenizer, scored + sampled, 0, first)[0]
 
     def _choice(self, output: TextOutput) -> CompletionChoice | None:
         choice = CompletionChoice(output.choice, output.text)

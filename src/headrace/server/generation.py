@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.request import SamplingParams
 from headrace.errors import OverloadedError
+from headrace.frontend.beam_search import BeamSearchParams
+from headrace.frontend.beam_stream import BeamStream
 from headrace.frontend.outputs import TextOutput
 from headrace.server.responses import PromptTokensDetails, Usage
 from headrace.server.state import ServerState, error_of_kind
@@ -36,7 +38,7 @@ class Generation:
         self._request_id = request_id
         self._line: dict[str, Any] = line if line is not None else {}
         self._n = 1
-        self._streams: list[TextStream] = []
+        self._streams: list[TextStream | BeamStream] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._outputs: AsyncIterator[list[TextOutput]] | None = None
         self._waiting: list[TextOutput] | None = None  # what first() has taken
@@ -49,16 +51,38 @@ class Generation:
         self._closed = False
         state.enter()
 
-    async def start(self, prompts: list[list[int]], params: SamplingParams, priority: int = 0) -> None:
-        """Submit all prompts. Raises what the frontend raises, with nothing left running after aclose."""
+    async def start(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        priority: int = 0,
+        beams: BeamSearchParams | None = None,
+    ) -> None:
+        """Submit all prompts; with ``beams``, the ``n`` best answers are searched instead of sampled.
+
+        Raises what the frontend raises, with nothing left running after aclose.
+        """
         self._n = params.n
         self.usage.prompt_tokens = sum(map(len, prompts))
         for number, prompt in enumerate(prompts):
             name = self._request_id if len(prompts) == 1 else f"{self._request_id}-{number}"
-            stream = await self._frontend.start(prompt, params, request_id=name, priority=priority)
+            stream = await self._stream(prompt, params, name, priority, beams)
             self._streams.append(stream)
             self._last_output.update(dict.fromkeys(range(number * self._n, (number + 1) * self._n), 0.0))
         self._outputs = self._merged()
+
+    async def _stream(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        name: str,
+        priority: int,
+        beams: BeamSearchParams | None,
+    ) -> TextStream | BeamStream:
+        if beams is None:
+            return await self._frontend.start(prompt, params, request_id=name, priority=priority)
+        self._frontend.check(prompt, params)
+        return BeamStream(self._frontend, prompt, beams, n=params.n, request_id=name, priority=priority)
 
     async def first(self) -> None:
         """Wait for the first outputs, so that what fails before them is still an HTTP error."""
@@ -102,7 +126,7 @@ class Generation:
     async def _pump(
         self,
         number: int,
-        stream: TextStream,
+        stream: TextStream | BeamStream,
         queue: asyncio.Queue[list[TextOutput] | BaseException | None],
     ) -> None:
         try:

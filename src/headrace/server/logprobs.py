@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from headrace.engine.request import TokenLogprobs
-from headrace.server.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from headrace.server.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 
 _FLOOR = -9999.0  # stands for minus infinity, which JSON cannot write
 
@@ -42,12 +49,40 @@ def _top(tokenizer: TokenBytes, token_id: int, logprob: float) -> TopLogprob:
     return TopLogprob(raw.decode(errors="replace"), max(logprob, _FLOOR), list(raw))
 
 
+def prompt_logprobs(tokenizer: TokenBytes, tokens: list[TokenLogprobs]) -> PromptLogprobs:
+    """vLLM's shape. ``tokens``: the prompt's from the second on."""
+
+    def candidate(token_id: int, logprob: float, rank: int | None) -> PromptLogprob:
+        text = tokenizer.token_bytes(token_id).decode(errors="replace")
+        return PromptLogprob(max(logprob, _FLOOR), rank, text)
+
+    out: PromptLogprobs = [None]
+    for token in tokens:
+        found = {
+            top_id: candidate(top_id, logprob, rank)
+            for rank, (top_id, logprob) in enumerate(zip(token.top_ids, token.top_logprobs, strict=True), 1)
+        }
+        if token.token_id not in found:
+            found[token.token_id] = candidate(token.token_id, token.logprob, None)
+        out.append(found)
+    return out
+
+
 def completion_logprobs(
-    tokenizer: TokenBytes, tokens: list[TokenLogprobs], offset: int
+    tokenizer: TokenBytes, tokens: list[TokenLogprobs], offset: int, first_token_id: int | None = None
 ) -> tuple[CompletionLogprobs, int]:
-    """The older shape, and the offset in characters after the last token."""
+    """The older shape, and the offset in characters after the last token.
+
+    ``first_token_id``: a token that stands before them without log-probabilities.
+    """
     out = CompletionLogprobs([], [], [], [])
     assert out.top_logprobs is not None
+    if first_token_id is not None:
+        out.tokens.append(_name(tokenizer, first_token_id))
+        out.token_logprobs.append(None)
+        out.top_logprobs.append(None)
+        out.text_offset.append(offset)
+        offset += len(tokenizer.token_bytes(first_token_id).decode(errors="replace"))
     for token in tokens:
         text = _name(tokenizer, token.token_id)
         out.tokens.append(text)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from headrace.engine.request import SamplingParams
+from headrace.errors import InvalidRequestError
+from headrace.frontend.beam_search import BeamSearchParams
 from headrace.server.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -25,7 +27,27 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
     params = _common(request)
     params.max_tokens = 16 if request.max_tokens is None else request.max_tokens
     params.logprobs = request.logprobs
+    if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
+        params.prompt_logprobs = request.logprobs
     return params
+
+
+def beam_params(request: GenerationRequest, params: SamplingParams, room: int) -> BeamSearchParams | None:
+    """How beams are searched, if that is asked for. ``room``: most tokens of an answer without a limit."""
+    if not request.use_beam_search:
+        return None
+    if params.structured_outputs is not None:
+        raise InvalidRequestError(
+            "`use_beam_search` cannot follow a grammar or make tool calls; leave one of them out",
+            param="use_beam_search",
+        )
+    return BeamSearchParams(
+        beam_width=request.num_beams or params.n,
+        max_tokens=params.max_tokens or room,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=request.early_stopping or False,
+        ignore_eos=params.ignore_eos,
+    )
 
 
 def _common(request: GenerationRequest) -> SamplingParams:
@@ -34,7 +56,8 @@ def _common(request: GenerationRequest) -> SamplingParams:
         for name in (
             *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
             *("repetition_penalty", "seed", "min_tokens", "stop_token_ids", "ignore_eos", "logit_bias"),
-            "skip_special_tokens",
+            *("prompt_logprobs", "bad_words", "allowed_token_ids", "skip_special_tokens"),
+            *("include_stop_str_in_output", "truncate_prompt_tokens"),
         )
         if (value := getattr(request, name)) is not None
     }

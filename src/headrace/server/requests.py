@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from headrace.engine.request import StructuredOutputs
 from headrace.errors import InvalidRequestError
+from headrace.frontend.beam_search import MAX_BEAMS
 from headrace.server.structured import ResponseFormat, structured_outputs
 from headrace.server.tools import Tool, ToolChoice
 
@@ -73,7 +74,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     min_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=256)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    use_beam_search: bool | None = None
+    num_beams: Annotated[int, Meta(ge=1, le=MAX_BEAMS)] | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
     # what the answer looks like; only one of these
     response_format: ResponseFormat | None = None
@@ -162,6 +172,9 @@ def decode(kind: type[R], body: bytes) -> R:
         )
     _check_stop(request.stop)
     structured_outputs(request)
+    _check_beams(request)
+    if request.stream and request.prompt_logprobs is not None:
+        raise _unsupported("prompt_logprobs", "them in streams; ask for the whole answer")
     if isinstance(request, ChatCompletionRequest):
         _check_chat(request)
     elif isinstance(request, CompletionRequest):
@@ -217,6 +230,29 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
     if stop is None:
         return []
     return [stop] if isinstance(stop, str) else stop
+
+
+_NOT_WITH_BEAMS = (
+    *("stream", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "bad_words", "allowed_token_ids"),
+)
+
+
+def _check_beams(request: GenerationRequest) -> None:
+    if not request.use_beam_search:
+        for name in ("num_beams", "length_penalty", "early_stopping"):
+            if getattr(request, name) is not None:
+                raise InvalidRequestError(f"`{name}` needs `use_beam_search`: true", param=name)
+        return
+    for name in _NOT_WITH_BEAMS:
+        if getattr(request, name, None) not in (None, False, 0, [], {}):
+            raise _unsupported(name, f"`{name}` with `use_beam_search`; leave one of them out")
+    if request.repetition_penalty not in (None, 1.0):
+        raise _unsupported("repetition_penalty", "penalties with `use_beam_search`; leave one of them out")
+    if request.num_beams is None and (request.n or 1) > MAX_BEAMS:
+        raise InvalidRequestError(f"`n`: beam search gives at most {MAX_BEAMS} answers", param="n")
+    if request.num_beams is not None and (request.n or 1) > request.num_beams:
+        raise InvalidRequestError("`n` must not be above `num_beams`", param="n")
 
 
 def _check_chat(request: ChatCompletionRequest) -> None:
@@ -281,8 +317,8 @@ def _check_completion(request: CompletionRequest) -> None:
         raise _unsupported("suffix", "text after the completion; leave it out")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise _unsupported("best_of", "choosing among more completions than `n`; leave it out")
-    if request.echo and request.logprobs is not None:
-        raise _unsupported("echo", "the prompt's logprobs; send `echo` or `logprobs`, not both")
+    if request.stream and request.echo and request.logprobs is not None:
+        raise _unsupported("echo", "the prompt's logprobs in streams; ask for the whole answer")
     prompts(request.prompt)
 
 

@@ -51,13 +51,28 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class PromptLogprob(msgspec.Struct):
+    """A candidate at a prompt token's place; ``rank`` 1 is the likeliest, null not among the top ones."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities of a completion choice; ``text_offset`` counts characters."""
+    """Log-probabilities of a completion choice; ``text_offset`` counts characters.
+
+    With ``echo`` the prompt's come first: null for its first token, which follows nothing.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each prompt token the candidates by id; null for the first."""
 
 
 class CalledFunction(msgspec.Struct):
@@ -103,6 +118,7 @@ class ChatCompletion(msgspec.Struct):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -160,6 +176,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):

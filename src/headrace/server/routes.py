@@ -17,7 +17,7 @@ from headrace.server.chat import ChatAnswer
 from headrace.server.completions import CompletionAnswer
 from headrace.server.generation import Generation
 from headrace.server.http import EventStream, read_body, while_connected
-from headrace.server.params import chat_params, completion_params
+from headrace.server.params import beam_params, chat_params, completion_params
 from headrace.server.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from headrace.server.responses import error_event
 from headrace.server.state import ServerState, unique_id
@@ -70,7 +70,8 @@ class GenerationRoutes:
             if tools is not None:
                 tools.compile(frontend, params)
             compile_grammar(frontend, params, field)
-            return [frontend.encode_chat(messages, told, add_generation_prompt=opening, **extra)]
+            ids = frontend.encode_chat(messages, told, add_generation_prompt=opening, **extra)
+            return [frontend.truncate(ids, params)]
 
         answer = ChatAnswer(
             id=unique_id("chatcmpl"),
@@ -79,6 +80,7 @@ class GenerationRoutes:
             tokenizer=frontend.tokenizer,
             n=params.n,
             wants_logprobs=bool(request.logprobs),
+            wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
             tools=tools,
         )
@@ -98,14 +100,22 @@ class GenerationRoutes:
 
         params = completion_params(request)
         field = _grammar_field(request, params)
+        echo: list[str] = []
+        first_tokens: list[int] = []
 
         def tokenise() -> list[list[int]]:
             compile_grammar(frontend, params, field)
-            return [frontend.encode_prompt(prompt) for prompt in prompts]
+            out = []
+            for prompt in prompts:
+                whole = frontend.encode_prompt(prompt)
+                ids = frontend.truncate(whole, params)
+                if request.echo:
+                    as_given = isinstance(prompt, str) and len(ids) == len(whole)
+                    echo.append(str(prompt) if as_given else frontend.tokenizer.decode(ids))
+                    first_tokens.append(ids[0])
+                out.append(ids)
+            return out
 
-        echo: list[str] = []
-        if request.echo:
-            echo = [p if isinstance(p, str) else frontend.tokenizer.decode(p) for p in prompts]
         answer = CompletionAnswer(
             id=unique_id("cmpl"),
             model=request.model or self._state.names[0],
@@ -114,8 +124,10 @@ class GenerationRoutes:
             n=params.n,
             prompts=len(prompts),
             wants_logprobs=request.logprobs is not None,
+            wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
             echo=echo,
+            first_tokens=first_tokens,
         )
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
 
@@ -144,7 +156,8 @@ class GenerationRoutes:
         async def work() -> Response:
             heavy = size if params.structured_outputs is None else _INLINE_BYTES + 1  # a grammar to compile
             prompts = await _off_loop(tokenise, heavy)
-            await generation.start(prompts, params, request.priority or 0)
+            beams = beam_params(request, params, frontend.max_model_len)
+            await generation.start(prompts, params, request.priority or 0, beams)
             if request.stream:
                 await generation.first()
                 events = _Events(self._state, generation, answer, line)

@@ -84,7 +84,7 @@ class Recorder:
 
     def buffer(self, name: str, row_bytes: int, *, logit_rows: bool = False) -> None:
         """Make the named buffer at least this wide."""
-        rows = self.settings.max_sequences if logit_rows else self.settings.max_batch_tokens
+        rows = self.settings.max_logit_rows if logit_rows else self.settings.max_batch_tokens
         have = self.buffers.setdefault(name, Buffer(rows, 0))
         have.row_bytes = max(have.row_bytes, -(-row_bytes // 64) * 64)
 

@@ -61,16 +61,16 @@ class CpuRunner:
         self._scratch = _zeros(recording.scratch_bytes)
         for offset, values in recording.constants:
             self._scratch[offset : offset + values.nbytes] = values.view(np.uint8)
-        logits_end = recording.logits_offset + settings.max_sequences * recording.logits_stride
+        logits_end = recording.logits_offset + settings.max_logit_rows * recording.logits_stride
         flat = self._scratch[recording.logits_offset : logits_end].view(np.float32)
-        self._logits = flat.reshape(settings.max_sequences, -1)[:, : arch.vocab_size]
+        self._logits = flat.reshape(settings.max_logit_rows, -1)[:, : arch.vocab_size]
 
         assert INSTRUCTION.itemsize == _native.INSTRUCTION_BYTES
         self._program: Any = _native.Program(
             recording.instructions.tobytes(),
             max_tokens=settings.max_batch_tokens,
             max_sequences=settings.max_sequences,
-            max_logit_rows=settings.max_sequences,
+            max_logit_rows=settings.max_logit_rows,
             max_positions=settings.max_model_len,
             vocab=arch.vocab_size,
             block_bytes=block_bytes,

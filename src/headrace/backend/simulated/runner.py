@@ -128,7 +128,9 @@ class SimulatedRunner:
         n, r, m = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
         starts, limits = batch.query_start, self._settings
         _require(0 < n <= limits.max_batch_tokens, f"{n} tokens in a step")
-        _require(0 < r <= limits.max_sequences and m <= r, f"{r} sequences, {m} logit rows")
+        _require(
+            0 < r <= limits.max_sequences and m <= limits.max_logit_rows, f"{r} sequences, {m} logit rows"
+        )
         _require(len(starts) == r + 1 and starts[0] == 0 and starts[-1] == n, "query_start")
         counts = starts[1:] - starts[:-1]
         _require(counts.min() > 0, "a sequence without tokens")
