@@ -132,7 +132,6 @@ async def test_stop_strings_still_end_the_text(client: httpx.AsyncClient) -> Non
         ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs", "unknown name"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "other format"),
         ({"tool_choice": "required"}, "tool_choice", "needs `tools`"),
-        ({"guided_regex": "a", "use_beam_search": True, "max_tokens": 4}, "use_beam_search", "grammar"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}},
             *("tool_choice", "'get_weather', 'now'"),
@@ -169,6 +168,13 @@ async def test_what_is_wrong_is_a_400_that_names_it(
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert says in error["message"]
+
+
+async def test_beams_follow_no_grammar(client: httpx.AsyncClient) -> None:
+    asks = {"prompt": "hi", "guided_regex": "a", "use_beam_search": True, "max_tokens": 4}
+    answer = await client.post(COMPLETIONS, json=asks)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "use_beam_search"
 
 
 def check_call(call: dict[str, Any]) -> None:
