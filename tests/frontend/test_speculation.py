@@ -41,7 +41,6 @@ def test_the_same_answers(smollm2_path: Path, temperature: float) -> None:
             stats = llm.stats()
     assert answers[0] == answers[1]
     assert stats.draft_tokens_accepted > 0
-    assert stats.num_steps < 48
 
 
 def test_bad_settings_are_refused_before_loading() -> None:

@@ -131,7 +131,7 @@ def test_a_wrong_chat_field_is_named(fields: dict[str, Any], param: str, says: s
         ({"prompt": [[True]]}, "prompt", "prompt[0][0]"),
         ({"prompt": "a", "suffix": "z"}, "suffix", "not support"),
         ({"prompt": "a", "best_of": 3}, "best_of", "not support"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo", "not both"),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo", "in streams"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "an integer"),
         ({"prompt": "a", "messages": []}, "messages", "unknown parameter"),
     ],

@@ -28,7 +28,6 @@ class SamplingRows:
         self._seed = np.zeros(max_sequences, np.uint64)
         self._choice = np.zeros(max_sequences, np.uint32)
         self._num_logprobs = np.zeros(max_sequences, np.int32)
-        self._num_prompt_logprobs = np.zeros(max_sequences, np.int32)
         self._no_masks = np.zeros((0, -(-vocab_size // 32)), np.uint32)
 
     def fill(self, seq: Sequence) -> None:
@@ -44,7 +43,6 @@ class SamplingRows:
         self._seed[row] = seq.request.seed
         self._choice[row] = seq.choice
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
 
     def table(self, sampled: list[tuple[Sequence, int]]) -> SamplingTable:
         """The table for one step: a row for each sequence and position whose token is sampled in it.
@@ -54,17 +52,24 @@ class SamplingRows:
         """
         rows = np.array([seq.row for seq, _ in sampled], np.intp)
         positions = np.array([position for _, position in sampled], np.uint32)
-        known = np.array([position < seq.num_prompt_tokens for seq, position in sampled], np.bool_)
-        pairs = list(zip(sampled, known.tolist(), strict=True))
-        seen_start, seen_ids, seen_counts = _join(
-            [None if is_known else seq.seen(at) for (seq, at), is_known in pairs], np.int32
-        )
-        bias_start, bias_ids, bias_values = _join(
-            [seq.forced(at) if is_known else seq.bias(at) for (seq, at), is_known in pairs], np.float32
-        )
-        mask_row, masks = self._masks([None if is_known else seq.mask(at) for (seq, at), is_known in pairs])
+        temperature, num_logprobs = self._temperature[rows], self._num_logprobs[rows]
+        seen: list[_Ragged] = [None] * len(sampled)
+        bias: list[_Ragged] = [None] * len(sampled)
+        masks_of: list[NDArray[np.uint32] | None] = [None] * len(sampled)
+        for at, (seq, position) in enumerate(sampled):
+            if seq.is_plain:
+                continue
+            if position < seq.num_prompt_tokens:
+                bias[at] = seq.forced(position)
+                temperature[at] = 0.0
+                num_logprobs[at] = seq.request.params.prompt_logprobs or 0
+            else:
+                seen[at], bias[at], masks_of[at] = seq.seen(position), seq.bias(position), seq.mask(position)
+        seen_start, seen_ids, seen_counts = _join(seen, np.int32)
+        bias_start, bias_ids, bias_values = _join(bias, np.float32)
+        mask_row, masks = self._masks(masks_of)
         return SamplingTable(
-            temperature=np.where(known, np.float32(0), self._temperature[rows]),
+            temperature=temperature,
             top_k=self._top_k[rows],
             top_p=self._top_p[rows],
             min_p=self._min_p[rows],
@@ -74,7 +79,7 @@ class SamplingRows:
             seed=self._seed[rows],
             choice=self._choice[rows],
             position=positions,
-            num_logprobs=np.where(known, self._num_prompt_logprobs[rows], self._num_logprobs[rows]),
+            num_logprobs=num_logprobs,
             seen_start=seen_start,
             seen_ids=seen_ids,
             seen_counts=seen_counts,

@@ -146,9 +146,10 @@ class Scheduler:
     def commit(self, result: StepResult, now: float) -> list[EngineOutput]:
         """Take in what the step sampled: extend sequences, publish computed blocks, end what is finished."""
         outputs: list[EngineOutput] = []
+        sampled, failed = result.token_ids.tolist(), result.failed.tolist()
         row = 0
         for seq in self._in_flight:
-            output = self._take_in(seq, result, row, now)
+            output = self._take_in(seq, result, row, sampled, failed, now)
             if output is not None:
                 outputs.append(output)
             row += seq.num_logit_rows
@@ -273,21 +274,30 @@ class Scheduler:
             ),
         )
 
-    def _take_in(self, seq: Sequence, result: StepResult, row: int, now: float) -> EngineOutput | None:
+    def _take_in(
+        self,
+        seq: Sequence,
+        result: StepResult,
+        row: int,
+        sampled: list[int],
+        failed: list[bool],
+        now: float,
+    ) -> EngineOutput | None:
         """What the step did for ``seq``, whose logit rows begin at ``row``: its news, if there is any.
+
+        ``sampled`` and ``failed`` are the result's, as lists.
 
         A drafted token counts exactly when it is the one that was sampled in its place. The first one that
         was not, and all that was computed after it, is forgotten: other tokens will take its slots.
         """
-        draft = seq.take_draft()
+        draft = seq.take_draft() if seq.num_draft_tokens else []
         seq.num_computed_tokens += seq.num_scheduled
         end = row + seq.num_logit_rows
         row, sound = self._take_prompt_logprobs(seq, result, row)
         tokens: list[int] = []
         reason: str | None = None
-        sampled, failed = result.token_ids[row:end].tolist(), result.failed[row:end].tolist()
-        for index, token in enumerate(sampled):
-            if failed[index] or not sound:
+        for index, token in enumerate(sampled[row:end]):
+            if failed[row + index] or not sound:
                 # Its K and V may be as broken as its logits: no block of this step becomes findable.
                 self._remove(seq)
                 output = seq.error_output(*_why_failed(seq))
@@ -298,9 +308,9 @@ class Scheduler:
             reason = seq.finish_reason(self.max_model_len)
             if reason is not None or index == len(draft) or token != draft[index]:
                 break
-        if len(sampled) > 1 and self._speculation is not None:
+        if draft and self._speculation is not None:
             accepted = sum(token == guess for token, guess in zip(tokens, draft, strict=False))
-            self._speculation.note_draft(seq, len(sampled) - 1, accepted)
+            self._speculation.note_draft(seq, end - row - 1, accepted)
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
         self._kv.commit(seq)
         if not tokens:
@@ -361,7 +371,7 @@ def _why_failed(seq: Sequence) -> tuple[str, str]:
 
 
 def _lacks_many(seq: Sequence) -> bool:
-    return seq.num_lacking - seq.num_draft_tokens > 1
+    return seq.num_tokens - seq.num_draft_tokens - seq.num_computed_tokens > 1
 
 
 class _Share:
@@ -374,18 +384,18 @@ class _Share:
 
     def give(self, seq: Sequence) -> None:
         """Schedule as many tokens as ``seq`` lacks, as far as there are tokens and rows."""
-        seq.num_scheduled = min(seq.num_lacking, self.budget)
-        if seq.lacks_prompt_logprobs:
-            before = max(0, seq.first_logit_row - seq.num_computed_tokens)
-            seq.num_scheduled = min(seq.num_scheduled, before + 1 + self.spare_rows)
-        end = seq.num_computed_tokens + seq.num_scheduled
-        first = max(seq.first_logit_row, seq.num_computed_tokens)
-        seq.num_logit_rows = max(0, end - first)
-        if seq.num_scheduled > 0:
+        lacking = seq.num_tokens - seq.num_computed_tokens
+        count = min(lacking, self.budget)
+        without = lacking - seq.num_draft_tokens - 1  # tokens before the first logit row
+        if seq.prompt_logprobs is not None and seq.lacks_prompt_logprobs:
+            without = max(0, len(seq.prompt_logprobs) - seq.num_computed_tokens)
+            count = min(count, without + 1 + self.spare_rows)
+            self.spare_rows -= max(0, count - without - 1)
+        seq.num_scheduled = count
+        seq.num_logit_rows = max(0, count - without)
+        if count > 0:
             self.scheduled.append(seq)
-            self.budget -= seq.num_scheduled
-            if seq.lacks_prompt_logprobs:
-                self.spare_rows -= max(0, seq.num_logit_rows - 1)
+            self.budget -= count
 
 
 def _last_of_each(ends: Int32, counts: Int32) -> Int32:

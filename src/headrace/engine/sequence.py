@@ -129,6 +129,7 @@ class Sequence:
         "choice",
         "first_scheduled_time",
         "first_token_time",
+        "is_plain",
         "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -175,6 +176,8 @@ class Sequence:
         self._bias = _bias_arrays(params.logit_bias)
         banned = params.logit_bias | dict.fromkeys(request.ban_ids, -np.inf)
         self._bans = _bias_arrays(banned) if params.min_tokens > 0 else self._bias
+        shaped = (self._seen, self._bias, self._bans, self.prompt_logprobs, request.allowed, self.matcher)
+        self.is_plain = all(each is None for each in shaped) and not request.bad_words
 
     @property
     def num_known_tokens(self) -> int:
@@ -196,13 +199,6 @@ class Sequence:
         """Whether prompt tokens are still without the log-probabilities that were asked for."""
         have = self.prompt_logprobs
         return have is not None and len(have) < self.num_prompt_tokens - 1
-
-    @property
-    def first_logit_row(self) -> int:
-        """Position of the first token after which the logits are wanted."""
-        if self.prompt_logprobs is not None and self.lacks_prompt_logprobs:
-            return len(self.prompt_logprobs)
-        return self.num_known_tokens - 1
 
     def tokens(self, start: int, stop: int) -> Int32:
         """A view of token ids ``start:stop``; ``stop`` is at most ``num_tokens``."""
