@@ -31,7 +31,11 @@ _FEATURES = {  # what /proc/cpuinfo calls them: x86, then ARM
     "i8mm": "NEON i8mm",
     "sve": "SVE",
 }
-_EXTRAS = {"gpu": ("torch", "triton"), "dev": ("pytest", "openai", "ruff", "mypy")}
+_EXTRAS = {
+    "gpu": ("torch", "triton"),
+    "lab": ("aiohttp", "hdrhistogram", "matplotlib"),
+    "dev": ("pytest", "openai", "ruff", "mypy"),
+}
 _CGROUP = Path("/sys/fs/cgroup")
 _MIN_DISK_BYTES = 2 * 2**30
 _MIN_MEMORY_BYTES = 2**30

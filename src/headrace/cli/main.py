@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli import chat, doctor, models, serve
+from headrace.cli import bench, chat, doctor, eval, models, serve
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -20,7 +20,9 @@ app = typer.Typer(
 )
 app.command()(serve.serve)
 app.command()(chat.chat)
+app.command()(bench.bench)
 app.add_typer(models.app, name="models")
+app.command(name="eval")(eval.evaluate)
 app.command()(doctor.doctor)
 
 

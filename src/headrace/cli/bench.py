@@ -1,0 +1,298 @@
+"""headrace bench: load an endpoint, see what its users would; compare two measurements."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from headrace.engine.config import DEFAULT_MODEL
+from headrace.errors import ConfigError, HeadraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.lab.bench.result import Result
+    from headrace.lab.bench.run import Asked
+    from headrace.lab.bench.session import Plan
+
+_NOT_COMPARABLE = 2
+
+
+def bench(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="URL|MODEL", help="An endpoint's address, or a model to serve meanwhile."),
+    ] = DEFAULT_MODEL,
+    concurrency: Annotated[
+        str, typer.Option(help="Closed loop: users at a time, one stage each.", metavar="N,N,…")
+    ] = "1,4,16",
+    rate: Annotated[
+        str | None,
+        typer.Option(help="Open loop instead: requests a second, one stage each.", metavar="R,R,…"),
+    ] = None,
+    arrivals: Annotated[
+        Literal["poisson", "uniform", "burst"], typer.Option(help="How open-loop requests arrive.")
+    ] = "poisson",
+    find_rate: Annotated[
+        bool, typer.Option("--find-rate", help="Search the highest rate that meets --slo.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay a JSON Lines file with a timestamp a line.")
+    ] = None,
+    trace_speed: Annotated[float, typer.Option(min=0.001, help="2 replays twice as fast.")] = 1.0,
+    duration: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="Window of a stage.")] = 15.0,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="End a stage after so many requests, not by time.")
+    ] = None,
+    warmup: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="Load before the window.")] = 2.0,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="128, uniform:64-256 or lognormal:200,0.6.", metavar="LENGTHS")
+    ] = "128",
+    output_tokens: Annotated[str, typer.Option(help="Likewise.", metavar="LENGTHS")] = "64",
+    shared_prefix: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of each prompt that all have in common.")
+    ] = 0.0,
+    turns: Annotated[int, typer.Option(min=1, max=64, help="Turns of a conversation.")] = 1,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Your own requests: JSON Lines with prompt or messages.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="gsm8k, hellaswag, truthfulqa or humaneval, from installed packages.")
+    ] = None,
+    slo: Annotated[str | None, typer.Option(help="Objectives, such as ttft=500ms,tpot=50ms,e2e=10s.")] = None,
+    slo_attainment: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Share of requests that must meet them in --find-rate.")
+    ] = 0.9,
+    early_stop: Annotated[bool, typer.Option(help="End the sweep once more load brings no more.")] = True,
+    model: Annotated[str | None, typer.Option(help="Model at the endpoint; default: its first.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key of the endpoint.", show_envvar=True)
+    ] = None,
+    route: Annotated[
+        Literal["chat", "completions"] | None, typer.Option(help="Default: chat, else completions.")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=-1.0, max=2.0, help="Of sampling; -1 leaves it to the server.")
+    ] = 0.0,
+    timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For a whole request.")] = 120.0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer counts answers without usage.", metavar="REF")
+    ] = None,
+    serve: Annotated[
+        str, typer.Option(help='Options for headrace serve with a MODEL, such as "--threads 1".')
+    ] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="Result file (.json); report and picture go beside it.")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A.json B.json", help="Compare two results; exit status 1: B is worse."),
+    ] = None,
+) -> None:
+    """Measure latency and throughput of an OpenAI-compatible endpoint, or of a model served meanwhile."""
+    if compare is not None:
+        _compare(*compare)
+    _need_lab()
+    if [prompts, dataset, trace].count(None) < 2:
+        raise ConfigError("--prompts, --dataset and --trace exclude each other: choose one")
+    if output is not None and output.suffix != ".json":
+        raise ConfigError(f"--output {output}: the result is a .json file")
+    from headrace.lab.bench.lengths import parse_lengths
+    from headrace.lab.bench.run import Asked
+    from headrace.lab.bench.session import Plan
+    from headrace.lab.bench.slo import parse_slo
+
+    asked = Asked(
+        prompt_tokens=parse_lengths(prompt_tokens, "--prompt-tokens"),
+        output_tokens=parse_lengths(output_tokens, "--output-tokens"),
+        shared_prefix=shared_prefix,
+        turns=turns,
+        prompts=prompts,
+        dataset=dataset,
+        trace=trace,
+        trace_speed=trace_speed,
+    )
+    is_open = rate is not None or find_rate
+    plan = Plan(
+        kind="open" if is_open else "closed",
+        levels=_numbers(rate, "--rate") if rate else () if find_rate else _users(concurrency),
+        duration_s=None if requests is not None else duration,
+        requests=requests,
+        warmup_s=warmup,
+        arrivals=arrivals,
+        slo=parse_slo(slo) if slo else None,
+        attainment=slo_attainment,
+        find_rate=find_rate,
+        early_stop=early_stop,
+        seed=seed,
+    )
+    settings = {
+        "arrivals": arrivals if is_open else None,
+        "duration_s": plan.duration_s,
+        "requests": requests,
+        "warmup_s": warmup,
+        "temperature": temperature,
+        "timeout_s": timeout,
+        "serve": serve or None,
+        "command": shlex.join(["headrace", *_without_key(sys.argv[1:])]),
+    }
+    result = _measure(
+        target, asked, plan, settings, serve, tokenizer, model, api_key, route, temperature, timeout
+    )
+    _write(
+        result,
+        output or Path(f"bench-{_file_name(result.endpoint.model)}-{time.strftime('%Y%m%d-%H%M%S')}.json"),
+    )
+    if not any(stage.completed for stage in result.stages):
+        raise HeadraceError("no request was answered; what failed is above and in the report")
+
+
+def _measure(
+    target: str,
+    asked: Asked,
+    plan: Plan,
+    settings: dict[str, Any],
+    serve: str,
+    tokenizer: str | None,
+    model: str | None,
+    api_key: str | None,
+    route: Literal["chat", "completions"] | None,
+    temperature: float,
+    timeout: float,
+) -> Result:
+    import asyncio
+
+    from rich.console import Console
+
+    from headrace.lab.bench.child import served
+    from headrace.lab.bench.endpoint import looks_like_url
+    from headrace.lab.bench.run import Target, measure
+    from headrace.lab.bench.terminal import TerminalView
+
+    count = _counter(tokenizer) if tokenizer else None
+    is_url = looks_like_url(target)
+    if serve and is_url:
+        raise ConfigError("--serve is for a MODEL that bench serves itself; this endpoint runs already")
+    with (
+        nullcontext((target, None)) if is_url else served(_pulled(target), shlex.split(serve)) as (
+            address,
+            pid,
+        )
+    ):
+        where = Target(
+            name=target,
+            address=address,
+            model=model,
+            api_key=api_key,
+            route=route,
+            timeout_s=timeout,
+            temperature=None if temperature < 0 else temperature,
+            server_pid=pid,
+        )
+        view = TerminalView(Console(stderr=True))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(measure(where, asked, plan, view, settings, count))
+
+
+def _write(result: Result, path: Path) -> None:
+    from rich.console import Console
+
+    from headrace.lab.bench.report import write_report
+    from headrace.lab.bench.result import write
+    from headrace.lab.bench.terminal import show
+
+    write(result, path)
+    report = write_report(result, path.with_suffix(""))
+    width = None if sys.stdout.isatty() else 200
+    show(result, Console(width=width))
+    print(f"result: {path}\nreport: {report}")
+
+
+def _compare(before: Path, after: Path) -> None:
+    """Print the comparison and exit: 0 not worse, 1 worse, 2 not comparable."""
+    from rich.console import Console
+
+    from headrace.lab.bench.compare import compare
+    from headrace.lab.bench.result import ResultError, read
+    from headrace.lab.bench.terminal import show_comparison
+
+    try:
+        found = compare(read(before), read(after))
+    except ResultError as error:
+        print(f"headrace: {error.message}", file=sys.stderr)
+        raise typer.Exit(_NOT_COMPARABLE) from None
+    show_comparison(found, Console(width=None if sys.stdout.isatty() else 160))
+    raise typer.Exit(1 if found.verdict == "worse" else 0)
+
+
+def _need_lab() -> None:
+    import importlib.util
+
+    missing = [name for name in ("aiohttp", "hdrh", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"bench needs {', '.join(missing)}: pip install 'headrace[lab]'")
+
+
+def _pulled(model: str) -> str:
+    """Fetch the model here, where its progress is seen, before the server starts."""
+    from headrace.cli.progress import download_progress
+    from headrace.model import store
+
+    with download_progress() as progress:
+        store.resolve(model, progress=progress)
+    return model
+
+
+def _counter(reference: str) -> Callable[[str], int]:
+    from headrace.frontend.tokenizer import load_tokenizer
+    from headrace.model import store
+
+    tokenizer = load_tokenizer(store.resolve(reference))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _numbers(text: str, option: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < value <= 1e5 for value in found) or list(found) != sorted(set(found)):
+        raise ConfigError(f"{option}: {text!r} is not a rising list of numbers above 0, such as 1,4,16")
+    return found
+
+
+def _users(text: str) -> tuple[float, ...]:
+    found = _numbers(text, "--concurrency")
+    if any(value != int(value) or value > 4096 for value in found):
+        raise ConfigError(f"--concurrency: {text!r}: users are whole numbers up to 4096")
+    return found
+
+
+def _file_name(model: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", model).strip("-.")[-60:] or "model"
+
+
+def _without_key(arguments: list[str]) -> list[str]:
+    """The command as the result keeps it: keys stay out of files."""
+    kept = []
+    hide = False
+    for argument in arguments:
+        kept.append("…" if hide else re.sub(r"^(--api-key=).*", r"\1…", argument))
+        hide = argument == "--api-key"
+    return kept

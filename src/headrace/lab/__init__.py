@@ -1,0 +1,1 @@
+"""The lab: measure first, then optimise. Nothing here runs while a model is being served."""

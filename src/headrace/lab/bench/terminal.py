@@ -1,0 +1,118 @@
+"""The terminal's view: live while it runs, a table when it is done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.lab.bench import table
+from headrace.lab.bench.load import Load
+from headrace.lab.bench.metrics import StageResult
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headrace.lab.bench.compare import Comparison
+    from headrace.lab.bench.result import Result
+
+_COLOURS = {"better": "green", "worse": "red", "no evidence": "dim"}
+
+
+class TerminalView:
+    """Progress on ``console`` (standard error): a moving bar where a person looks, one line a stage else."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.fields[label]}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[news]}", style="dim"),
+            console=console,
+            transient=True,
+            auto_refresh=False,
+        )
+        self._task = self._progress.add_task("", total=1.0, label="", news="", visible=False)
+
+    def running(self, load: Load) -> None:
+        """Redraw."""
+        if not self._console.is_terminal:
+            return
+        self._progress.start()
+        failed = f" · {load.failed} failed" if load.failed else ""
+        phase = "warming up · " if load.now() < load.begin_s else ""
+        self._progress.update(
+            self._task,
+            completed=load.progress,
+            label=load.stage.label,
+            news=f"{phase}{load.in_flight} under way · {load.done} done{failed}",
+            visible=True,
+        )
+        self._progress.refresh()
+
+    def finished(self, result: StageResult) -> None:
+        """One line of what came out."""
+        if self._console.is_terminal:
+            self._progress.update(self._task, visible=False)
+            self._progress.stop()
+        cells = dict(zip(table.COLUMNS, table.row(result), strict=True))
+        failed = f" · {cells['failed']} failed" if cells["failed"] != "0" else ""
+        self._console.print(
+            f"{cells['load']}: {cells['out tok/s']} tok/s · TTFT p50 {cells['TTFT p50']} · "
+            f"TPOT p50 {cells['TPOT p50']} · {cells['requests']} requests{failed}",
+            highlight=False,
+        )
+
+
+def show(result: Result, console: Console) -> None:
+    """The final table and what there is to say about it."""
+    from rich import box
+    from rich.table import Table
+
+    names = table.columns(result)
+    # Narrow terminals do without what the report has anyway.
+    dropped = set() if console.width >= 150 else {"TTFT p99", "TPOT p95", "ITL p99", "requests"}
+    kept = [number for number, name in enumerate(names) if name not in dropped]
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    for number in kept:
+        shown.add_column(names[number], justify="left" if number == 0 else "right", overflow="fold")
+    for cells in table.rows(result):
+        shown.add_row(*(cells[number] for number in kept))
+    console.print(f"\n[bold]{result.endpoint.model}[/bold] · {result.workload.description}", highlight=False)
+    console.print(
+        f"{result.context.machine} · {result.context.cpu} · {result.context.cores} cores", highlight=False
+    )
+    console.print(shown)
+    if result.stages:
+        last = result.stages[-1]
+        if server := table.server_line(last):
+            console.print(f"server at {last.label}: {server}", highlight=False, markup=False)
+        console.print(f"client at {last.label}: {table.client_line(last)}", highlight=False, markup=False)
+    for sentence in table.findings(result):
+        console.print(sentence, highlight=False, markup=False)
+
+
+def show_comparison(comparison: Comparison, console: Console) -> None:
+    """Every metric of every common stage, then the verdict."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("load", "metric", "before", "after", "change", "interval of the change", "verdict"):
+        shown.add_column(name, justify="left" if name in ("load", "metric", "verdict") else "right")
+    for d in comparison.differences:
+        unit = d.unit
+        change = "" if d.relative is None else f"{d.relative:+.1%}"
+        shown.add_row(
+            d.stage,
+            d.metric,
+            f"{d.before:.4g} {unit}",
+            f"{d.after:.4g} {unit}",
+            change,
+            f"{d.low:+.3g} … {d.high:+.3g} {unit}{' (paired)' if d.paired else ''}",
+            f"[{_COLOURS[d.verdict]}]{d.verdict}[/]",
+        )
+    console.print(shown)
+    for note in comparison.notes:
+        console.print(note, highlight=False, markup=False)
+    console.print(f"verdict: [bold {_COLOURS[comparison.verdict]}]{comparison.verdict}[/]")
