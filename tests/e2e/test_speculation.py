@@ -1,0 +1,36 @@
+"""``headrace serve --speculative-config``: the same answers, and drafts in the metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+
+from tests.e2e.running import RunningServer, run, serving
+
+TEXT = "The brig Adelaide arrived from Lisbon with cork, salt and oranges under Captain Moreira."
+ASK = {
+    "prompt": f"{TEXT}\n{TEXT}\n{TEXT[:30]}",
+    "max_tokens": 12,
+    "temperature": 0.7,
+    "seed": 5,
+    "logprobs": 1,
+}
+
+
+def test_the_same_answer_as_without(server: RunningServer, smollm2_path: Path) -> None:
+    expected = httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=60).json()
+    with serving("--speculative-config", '{"method": "ngram"}', "--engine-process") as drafting:
+        answer = httpx.post(f"{drafting.url}/v1/completions", json=ASK, timeout=60).json()
+        assert answer["choices"] == expected["choices"]
+        assert answer["system_fingerprint"] == expected["system_fingerprint"]
+        assert drafting.metric("headrace_draft_tokens_accepted_total") > 0
+    assert server.metric("headrace_draft_tokens_total") == 0
+
+
+def test_a_wrong_setting_ends_in_one_line() -> None:
+    for text, says in (("{", "not JSON"), ('{"method": "ngram", "k": 1}', "has no 'k'")):
+        ended = run("serve", "--speculative-config", text)
+        assert ended.returncode != 0
+        assert says in ended.stderr
+        assert "Traceback" not in ended.stderr
