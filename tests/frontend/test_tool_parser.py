@@ -67,6 +67,13 @@ CASES: list[tuple[str, str, Read]] = [
     ("hermes", '<tool_call>{"name": 3}</tool_call>', ('<tool_call>{"name": 3}</tool_call>', [])),
     ("hermes", '<tool_call>{"name": "no"}</tool_call>', ('<tool_call>{"name": "no"}</tool_call>', [])),
     ("hermes", '<tool_call>{"x" 1}</tool_call>', ('<tool_call>{"x" 1}</tool_call>', [])),
+    ("hermes", '<tool_call>{"name": "f"<tool_call>', ("", [("f", "")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ]', ("]", [("f", '{"a": ')])),
+    (
+        "hermes",
+        '<tool_call>{"name": "no", "a": "<tool_call>"}',
+        ('<tool_call>{"name": "no", "a": "<tool_call>"}', []),
+    ),
     ("hermes", '<tool_call>{"name": "g', ('<tool_call>{"name": "g', [])),
     ("hermes", "<tool_call>\n", ("<tool_call>\n", [])),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', ("", [("f", '{"a": 1}')])),

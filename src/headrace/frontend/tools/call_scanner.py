@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 _MAX_NAME = 256  # characters; a longer "name" is no call
@@ -12,11 +13,12 @@ _MAX_DEPTH = 256
 class CallScanner:
     """Takes an object's characters as they come and gives the arguments on as they stand.
 
-    ``name`` once known; ``broken`` if it is no call after all; ``done`` with the closing brace. Arguments
+    ``name`` once known; ``broken`` if it is no call of ``names`` after all; ``done`` with the closing brace. Arguments
     that come before the name are held back until it is there; a string of JSON for arguments is unwrapped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
         self.name: str | None = None
         self.done = False
         self.broken = False
@@ -74,13 +76,16 @@ class CallScanner:
             self.broken = True
 
     def _read_nested(self, char: str) -> None:
+        self.broken = char in "}]" and char != self._closers[-1]
+        if self.broken:
+            return
         self._keep(char)
         if char == '"':
             self._in_string = True
         elif char in "{[":
             self._open(char)
         elif char in "}]":
-            self.broken = self._closers.pop() != char
+            self._closers.pop()
             if len(self._closers) == 1:
                 self._end_of_value()
 
@@ -135,9 +140,9 @@ class CallScanner:
         if self._expects == "key":
             self._key, self._expects = value, "colon"
             return
-        if self._key == "name":
-            self.name = value if self.name is None else self.name
-            self.broken = not value
+        if self._key == "name" and self.name is None:
+            self.broken = value not in self._names
+            self.name = None if self.broken else value
         self._token = str(value)
         self._end_of_value()
 

@@ -126,7 +126,7 @@ class ToolParser:
         if not rest:
             return False
         if rest[0] == "{":
-            self._scanner, self._announced, self._state = CallScanner(), False, "call"
+            self._scanner, self._announced, self._state = CallScanner(self._names), False, "call"
             return True
         finish = form.end or form.closing.strip()
         if finish and rest.startswith(finish):
@@ -144,10 +144,8 @@ class ToolParser:
         assert scanner is not None
         taken = scanner.push(self._buffer)
         self._buffer = self._buffer[taken:]
-        if scanner.name is not None and scanner.name not in self._names:
-            scanner.broken = True
         wanted = self._parallel or self.num_calls == 0 or (self._announced and self.num_calls == 1)
-        if scanner.name is not None and not scanner.broken and wanted:
+        if scanner.name is not None and wanted:
             if not self._announced:
                 self._announced, self._held = True, ""
                 delta = out.call(self.num_calls)
