@@ -1,5 +1,5 @@
-// Causal grouped-query attention over paged KV, with an online softmax (Milakov & Gimelshein, arXiv
-// 1805.02867; FlashAttention, arXiv 2205.14135).
+// Grouped-query attention, causal or over the whole sequence, over paged KV, with an online softmax (Milakov
+// & Gimelshein, arXiv 1805.02867; FlashAttention, arXiv 2205.14135).
 //
 // A KV block holds 16 slots and K is stored transposed, so sixteen scores are the sixteen lanes of one
 // accumulator and nothing is summed across lanes but the softmax denominator. Contexts are cut at absolute
@@ -164,7 +164,7 @@ void attention(const AttentionArgs& a) {
   float* scratch = a.scratch;
   const Factor* q[kMaxQueryVectors];
   int first[kMaxQueryVectors], last[kMaxQueryVectors];  // absolute positions seen, last inclusive
-  int lowest = a.positions[a.row_begin], highest = 0;
+  int lowest = a.length > 0 ? 0 : a.positions[a.row_begin], highest = 0;
   for (int v = 0; v < vectors; ++v) {
     const int row = a.row_begin + v / group;
     const float* vector = a.q + static_cast<size_t>(row) * a.q_stride +
@@ -178,7 +178,7 @@ void attention(const AttentionArgs& a) {
       store_factors(factors + d, load(tail));
     }
     q[v] = factors;
-    last[v] = a.positions[row];
+    last[v] = a.length > 0 ? a.length - 1 : a.positions[row];
     first[v] = a.window > 0 && last[v] >= a.window ? last[v] - a.window + 1 : 0;
     lowest = first[v] < lowest ? first[v] : lowest;
     highest = last[v] > highest ? last[v] : highest;

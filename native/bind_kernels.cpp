@@ -1,8 +1,10 @@
 // Single kernels, for the tests that hold each of them against the float32 oracle.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <optional>
 #include <vector>
 
 #include "isa.h"
@@ -61,13 +63,15 @@ void matmul(const std::string& isa, WeightFormat format, Vector<uint8_t> weights
 }
 
 void norm(const std::string& isa, Matrix<float> x, Vector<float> weight, float eps, bool layer,
-          OutMatrix<float> out) {
+          OutMatrix<float> out, std::optional<Vector<float>> bias) {
   expect(x.shape(0) == out.shape(0) && x.shape(1) == out.shape(1) && weight.shape(0) == x.shape(1),
          "norm: shapes differ");
+  expect(!bias || bias->shape(0) == x.shape(1), "norm: the bias is not as wide as the rows");
   NormArgs a{};
   a.input = x.data();
   a.input_stride = x.shape(1);
   a.weight = weight.data();
+  a.bias = bias ? bias->data() : nullptr;
   a.output = out.data();
   a.output_stride = out.shape(1);
   a.width = static_cast<int32_t>(x.shape(1));
@@ -83,6 +87,33 @@ void glu(const std::string& isa, Matrix<float> gate_up, int activation, OutMatri
                        width, 0, static_cast<int>(out.shape(0)));
 }
 
+// activation(x), the feed-forward without a gate.
+void activate(const std::string& isa, Matrix<float> x, int activation, OutMatrix<float> out) {
+  expect(x.shape(0) == out.shape(0) && x.shape(1) == out.shape(1), "activate: shapes differ");
+  kernels_for(isa).glu(x.data(), x.shape(1), 0, activation, out.data(), out.shape(1), nullptr,
+                       static_cast<int>(out.shape(1)), 0, static_cast<int>(out.shape(0)));
+}
+
+// Rows query_start[s] ... query_start[s + 1] of x to row s of out.
+void pool(const std::string& isa, Matrix<float> x, Vector<int32_t> query_start, bool mean, bool normalise,
+          OutMatrix<float> out) {
+  expect(x.shape(1) == out.shape(1) && query_start.shape(0) == out.shape(0) + 1, "pool: shapes differ");
+  PoolArgs a{};
+  a.input = x.data();
+  a.input_stride = x.shape(1);
+  a.width = static_cast<int32_t>(x.shape(1));
+  a.mean = mean;
+  a.normalise = normalise;
+  for (size_t s = 0; s < out.shape(0); ++s) {
+    a.row_begin = query_start.data()[s];
+    a.row_end = query_start.data()[s + 1];
+    expect(a.row_begin >= 0 && a.row_begin < a.row_end && static_cast<size_t>(a.row_end) <= x.shape(0),
+           "pool: rows");
+    a.output = out.data() + s * out.shape(1);
+    kernels_for(isa).pool(a);
+  }
+}
+
 void embed(const std::string& isa, WeightFormat format, Vector<uint8_t> weights, Vector<int32_t> ids,
            int vocab, float scale, OutMatrix<float> out) {
   const int k = static_cast<int>(out.shape(1));
@@ -92,8 +123,8 @@ void embed(const std::string& isa, WeightFormat format, Vector<uint8_t> weights,
   expect(weights.shape(0) >= bytes && ids.shape(0) == out.shape(0), "embed: shapes differ");
   for (size_t i = 0; i < ids.shape(0); ++i)
     expect(ids.data()[i] >= 0 && ids.data()[i] < vocab, "embed: id out of range");
-  kernels_for(isa).embed(format, weights.data(), k, padded(k), ids.data(), scale, out.data(), out.shape(1), 0,
-                         static_cast<int>(out.shape(0)));
+  kernels_for(isa).embed(format, weights.data(), k, padded(k), ids.data(), scale, false, out.data(),
+                         out.shape(1), 0, static_cast<int>(out.shape(0)));
 }
 
 void softcap(const std::string& isa, OutMatrix<float> x, float cap) {
@@ -131,8 +162,8 @@ void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads,
 }
 
 void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads, Vector<uint16_t> kv,
-               Vector<int32_t> table, Vector<int32_t> positions, int window, float cap,
-               OutMatrix<float> out) {
+               Vector<int32_t> table, Vector<int32_t> positions, int window, float cap, OutMatrix<float> out,
+               int length) {
   const int head_dim = static_cast<int>(q.shape(1)) / heads;
   const size_t block = static_cast<size_t>(32) * kv_heads * head_dim;
   expect(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1) && positions.shape(0) == q.shape(0),
@@ -143,6 +174,7 @@ void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads,
   for (size_t i = 0; i < positions.shape(0); ++i)
     expect(positions.data()[i] >= 0 && static_cast<size_t>(positions.data()[i]) / 16 < table.shape(0),
            "attention: position");
+  expect(length >= 0 && static_cast<size_t>(length) <= 16 * table.shape(0), "attention: length");
   std::vector<float> scratch(attention_scratch_floats((head_dim + 15) / 16 * 16));
   AttentionArgs a{};
   a.q = q.data();
@@ -157,6 +189,7 @@ void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads,
   a.kv_heads = kv_heads;
   a.head_dim = head_dim;
   a.window = window;
+  a.length = length;
   a.softcap = cap;
   a.scratch = scratch.data();
   const int rows = attention_rows_per_unit(heads / kv_heads), n = static_cast<int>(q.shape(0));
@@ -179,12 +212,17 @@ void bind_kernels(nb::module_& m) {
       .def("tile_bytes", &WeightFormat::tile_bytes);
   m.def("quantise", &quantise);
   m.def("matmul", &matmul);
-  m.def("norm", &norm);
+  m.def("norm", &norm, nb::arg("isa"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("layer"),
+        nb::arg("out"), nb::arg("bias").none() = nb::none());
   m.def("glu", &glu);
+  m.def("activate", &activate);
+  m.def("pool", &pool);
   m.def("embed", &embed);
   m.def("softcap", &softcap);
   m.def("rope", &rope);
-  m.def("attention", &attention);
+  m.def("attention", &attention, nb::arg("isa"), nb::arg("q"), nb::arg("heads"), nb::arg("kv_heads"),
+        nb::arg("kv"), nb::arg("table"), nb::arg("positions"), nb::arg("window"), nb::arg("cap"),
+        nb::arg("out"), nb::arg("length") = 0);  // length: of the whole sequence, or 0 for causal
 }
 
 }  // namespace headrace

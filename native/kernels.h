@@ -66,6 +66,7 @@ struct NormArgs {
   const float* input;
   size_t input_stride;  // floats
   const float* weight;
+  const float* bias;      // [width] or null
   const int32_t* gather;  // input row of each output row, or null
   float* output;
   size_t output_stride;
@@ -103,8 +104,19 @@ struct AttentionArgs {
   int32_t row_begin, row_end;  // token rows, all of one sequence
   int32_t heads, kv_heads, head_dim, kv_head;
   int32_t window;  // 0 = all
+  int32_t length;  // 0 = causal; else every row sees positions [0, length)
   float softcap;   // 0 = none
   float* scratch;  // attention_scratch_floats(...)
+};
+
+struct PoolArgs {  // one sequence's rows to one vector
+  const float* input;
+  size_t input_stride;  // floats
+  int32_t row_begin, row_end;
+  float* output;
+  int32_t width;
+  int32_t mean;       // 0 = the first row
+  int32_t normalise;  // 1 = to length one
 };
 
 // Query vectors that one attention unit keeps in flight: rows x heads per kv head, at most.
@@ -119,13 +131,15 @@ struct Kernels {
   void (*matmul)(const MatmulArgs&, int tile_begin, int tile_end, int row_begin, int row_end);
   void (*norm)(const NormArgs&, int row_begin, int row_end);
   void (*quantise)(const float* input, size_t stride, uint8_t* output, int width, int row_begin, int row_end);
-  // activation(gate) * up over [rows, width]; gate at input, up at input + up_offset
+  // activation(gate) * up over [rows, width]; gate at input, up at input + up_offset (0: no up, just
+  // activation(gate))
   void (*glu)(const float* input, size_t stride, int up_offset, int activation, float* output,
               size_t output_stride, uint8_t* quantised, int width, int row_begin, int row_end);
   void (*rope)(const RopeArgs&, int row_begin, int row_end);
   void (*attention)(const AttentionArgs&);
   void (*embed)(const WeightFormat&, const uint8_t* weights, int k, int padded_k, const int32_t* ids,
-                float scale, float* output, size_t stride, int row_begin, int row_end);
+                float scale, bool add, float* output, size_t stride, int row_begin, int row_end);
+  void (*pool)(const PoolArgs&);
   void (*softcap)(float* x, size_t count, float cap);
   void (*sample_row)(float* logits, int32_t vocab, const SamplingRow& row, void* workspace, SampledRow* out);
 };

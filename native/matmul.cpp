@@ -206,9 +206,10 @@ void matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, in
   function(a, tile_begin, tile_end, row_begin, row_end);
 }
 
-// Rows of the embedding table, dequantised from its packed tiles (a tied head shares them).
+// Rows of an embedding table, dequantised from its packed tiles (a tied head shares them); `add` adds them to
+// what output holds.
 void embed(const WeightFormat& f, const uint8_t* weights, int k, int padded_k, const int32_t* ids,
-           float scale, float* output, size_t stride, int row_begin, int row_end) {
+           float scale, bool add, float* output, size_t stride, int row_begin, int row_end) {
   for (int row = row_begin; row < row_end; ++row) {
     const int id = ids[row];
     const int lane = id % 16;
@@ -224,7 +225,7 @@ void embed(const WeightFormat& f, const uint8_t* weights, int k, int padded_k, c
           const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(w)[lane]) << 16;
           std::memcpy(&x, &bits, 4);
         }
-        out[i] = x * scale;
+        out[i] = add ? out[i] + x * scale : x * scale;
       }
       continue;
     }
@@ -254,7 +255,8 @@ void embed(const WeightFormat& f, const uint8_t* weights, int k, int padded_k, c
         }
         const int part = parts == 1 ? 0 : i / 16;
         const float value = static_cast<float>(code - (f.has_minimum ? 0 : f.zero_point)) * scales[part];
-        out[base + i] = (value + minimums[part]) * scale;
+        const float x = (value + minimums[part]) * scale;
+        out[base + i] = add ? out[base + i] + x : x;
       }
     }
   }

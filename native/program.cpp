@@ -80,6 +80,7 @@ void Program::bind(std::vector<uint8_t*> bases, std::vector<int64_t> sizes) {
   };
   for (const Instruction& in : instructions_) {
     const int64_t rows = in.logit_rows ? limits_.max_logit_rows : limits_.max_tokens;
+    const int64_t out_rows = in.op == kPool ? limits_.max_sequences : rows;
     const auto require = [&](const Operand& o, const char* what) {
       if (o.base < 0) reject(std::string("missing operand: ") + what);
     };
@@ -88,13 +89,20 @@ void Program::bind(std::vector<uint8_t*> bases, std::vector<int64_t> sizes) {
     if (in.op == kEmbed || in.op == kAngles || in.op == kNorm || in.op == kMatmul)
       require(in.weight, "weight");
     check(in.in, in.in_stride * (in.op == kNorm && in.i2 ? int64_t{limits_.max_tokens} : rows), "in");
-    check(in.out, in.out_stride * rows, "out");
-    if (in.op == kEmbed) check(in.weight, matmul_bytes(in.format, limits_.vocab, in.i1), "embedding");
+    check(in.out, in.out_stride * out_rows, "out");
+    if (in.op == kPool && int64_t{in.i0} * 4 > std::min(in.in_stride, in.out_stride))
+      reject("pooled rows are wider than their buffers");
+    if (in.op == kEmbed)
+      check(in.weight, matmul_bytes(in.format, in.i2 ? limits_.max_positions : limits_.vocab, in.i1),
+            "embedding");
     if (in.op == kMatmul) {
       check(in.weight, matmul_bytes(in.format, in.i0, in.i1), "matrix");
       check(in.weight2, int64_t{in.i0} * 4, "bias");
     }
-    if (in.op == kNorm) check(in.weight, int64_t{in.i0} * 4, "norm");
+    if (in.op == kNorm) {
+      check(in.weight, int64_t{in.i0} * 4, "norm");
+      check(in.weight2, int64_t{in.i0} * 4, "norm bias");
+    }
     if (in.op == kAngles) check(in.weight, int64_t{in.i0} * 4, "frequencies");
     if (in.op == kRope) {
       check(in.weight, int64_t{in.head_dim} * 4, "q norm");
@@ -203,8 +211,8 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
   Claim& claim = claims_[index];
   switch (in.op) {
     case kEmbed:
-      return kernels_.embed(in.format, at(in.weight), in.i0, in.i1, b.token_ids, in.f0, floats(in.out),
-                            in.out_stride / 4, begin, end);
+      return kernels_.embed(in.format, at(in.weight), in.i0, in.i1, in.i2 ? b.positions : b.token_ids, in.f0,
+                            in.i3 != 0, floats(in.out), in.out_stride / 4, begin, end);
     case kAngles: {
       const double* frequencies = reinterpret_cast<const double*>(at(in.weight));
       const int half = in.i0 / 2;
@@ -223,6 +231,7 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
       a.input = floats(in.in);
       a.input_stride = in.in_stride / 4;
       a.weight = floats(in.weight);
+      a.bias = floats(in.weight2);
       a.gather = in.i2 ? b.logit_row_ids : nullptr;
       a.output = floats(in.out);
       a.output_stride = in.out_stride / 4;
@@ -270,6 +279,8 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
       return;
     case kSample:
       return sample(in, claim, thread, b, result);
+    case kPool:
+      return pool(in, claim, b);
     default:
       return;
   }
@@ -324,7 +335,23 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
     a.row_begin = unit.row_begin;
     a.row_end = unit.row_end;
     a.kv_head = u % in.kv_heads;
+    a.length = in.i0 ? b.positions[b.query_start[unit.sequence + 1] - 1] + 1 : 0;
     kernels_.attention(a);
+  }
+}
+
+void Program::pool(const Instruction& in, Claim& claim, const BatchView& b) {
+  PoolArgs a{};
+  a.input = reinterpret_cast<const float*>(at(in.in));
+  a.input_stride = static_cast<size_t>(in.in_stride) / 4;
+  a.width = in.i0;
+  a.mean = in.i1;
+  a.normalise = in.i2;
+  for (int s; (s = claim.next.fetch_add(1, std::memory_order_relaxed)) < b.sequences;) {
+    a.row_begin = b.query_start[s];
+    a.row_end = b.query_start[s + 1];
+    a.output = reinterpret_cast<float*>(at(in.out) + static_cast<size_t>(s) * in.out_stride);
+    kernels_.pool(a);
   }
 }
 

@@ -16,18 +16,19 @@ namespace headrace {
 enum Base : int32_t { kWeights = 0, kScratch = 1, kKv = 2 };  // kKv + g: KV group g
 
 enum Op : int32_t {
-  kEmbed = 0,   // weight: table; out: rows; format, i0 = width
+  kEmbed = 0,   // weight: table; out: rows; format, i0 = width, i1 = padded, i2 = by position, i3 = add
   kAngles = 1,  // weight: double frequencies[i0 / 2]; out: rows of cos, sin; i0 = rope dim; f0 = factor
-  kNorm =
-      2,  // in, weight, out, out2 = quantised; i0 = width, i1 = layer norm, i2 = gather logit rows, i3 = add
+  kNorm = 2,    // in, weight, weight2 = bias, out, out2 = quantised; i0 = width, i1 = layer norm, i2 = gather
+                // logit rows, i3 = add
   kQuantise = 3,   // in, out; i0 = width
   kMatmul = 4,     // in, weight, out, weight2 = bias; format, i0 = n, i1 = k (padded), i2 = add
   kRope = 5,       // out = projected q, k, v (in place), weight = q norm, weight2 = k norm, in = angles, kv
-  kAttention = 6,  // in = q, out; kv
-  kGlu = 7,        // in, out, out2 = quantised; i0 = width, i1 = up offset, i2 = activation
+  kAttention = 6,  // in = q, out; kv; i0 = the whole sequence, which is in this step, instead of causal
+  kGlu = 7,        // in, out, out2 = quantised; i0 = width, i1 = up offset (0: no up), i2 = activation
   kSoftcap = 8,    // out; i0 = width; f0 = cap
   kSample = 9,     // in = logits
-  kOpCount = 10
+  kPool = 10,      // in, out: one row per sequence; i0 = width, i1 = mean, i2 = normalise
+  kOpCount = 11
 };
 
 struct Operand {
@@ -111,6 +112,7 @@ class Program {
             const ResultView& result);
   void matmul(const Instruction& in, Claim& claim, int rows);
   void attention(const Instruction& in, Claim& claim, int thread, const BatchView& batch);
+  void pool(const Instruction& in, Claim& claim, const BatchView& batch);
   void sample(const Instruction& in, Claim& claim, int thread, const BatchView& batch,
               const ResultView& result);
   uint8_t* at(const Operand& o) const { return o.base < 0 ? nullptr : bases_[o.base] + o.offset; }

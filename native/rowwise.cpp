@@ -80,8 +80,9 @@ HR_INLINE float sum_row(const float* x, int width, Term term) {
   return reduce_add(acc);
 }
 
-HR_INLINE void norm_row(const float* x, const float* weight, int width, bool layer, float eps, float* out,
-                        bool accumulate) {
+// `out` may be `x`: post-layernorm normalises the residual stream where it lies.
+HR_INLINE void norm_row(const float* x, const float* weight, const float* bias, int width, bool layer,
+                        float eps, float* out, bool accumulate) {
   float mean = 0.0f;
   if (layer) mean = sum_row(x, width, [](Vec acc, Vec v) { return add(acc, v); }) / static_cast<float>(width);
   const Vec m = set1(mean);
@@ -94,23 +95,33 @@ HR_INLINE void norm_row(const float* x, const float* weight, int width, bool lay
   int i = 0;
   for (; i + 16 <= width; i += 16) {
     Vec y = mul(mul(sub(load(x + i), m), f), load(weight + i));
+    if (bias) y = add(y, load(bias + i));
     if (accumulate) y = add(y, load(out + i));
     store(out + i, y);
   }
   for (; i < width; ++i) {
-    const float y = (x[i] - mean) * factor * weight[i];
+    float y = (x[i] - mean) * factor * weight[i];
+    if (bias) y += bias[i];
     out[i] = accumulate ? out[i] + y : y;
   }
 }
 
+// Within 3e-7. Abramowitz & Stegun, Handbook of Mathematical Functions, 7.1.26.
+HR_INLINE Vec erf(Vec x) {
+  const Vec size = abs(x);
+  const Vec t = div(set1(1.0f), fma(size, set1(0.3275911f), set1(1.0f)));
+  Vec p = set1(1.061405429f);
+  p = fma(p, t, set1(-1.453152027f));
+  p = fma(p, t, set1(1.421413741f));
+  p = fma(p, t, set1(-0.284496736f));
+  p = fma(p, t, set1(0.254829592f));
+  const Vec y = sub(set1(1.0f), mul(mul(p, t), exp(sub(zero(), mul(x, x)))));
+  return select_less(x, zero(), sub(zero(), y), y);
+}
+
 HR_INLINE Vec activate(Vec x, int kind) {
   if (kind == 0) return div(x, add(set1(1.0f), exp(sub(zero(), x))));  // silu
-  if (kind == 2) {                                                     // gelu, exact form
-    float t[16];
-    store(t, x);
-    for (float& v : t) v = 0.5f * v * (1.0f + std::erf(v * 0.70710678118654752f));
-    return load(t);
-  }
+  if (kind == 2) return mul(mul(set1(0.5f), x), add(set1(1.0f), erf(mul(x, set1(0.70710678118654752f)))));
   const Vec inner = mul(set1(0.7978845608028654f), fma(mul(mul(x, x), x), set1(0.044715f), x));
   return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh(inner)));  // gelu, tanh form
 }
@@ -122,7 +133,7 @@ void norm(const NormArgs& a, int row_begin, int row_end) {
     const int source = a.gather ? a.gather[row] : row;
     const float* x = a.input + static_cast<size_t>(source) * a.input_stride;
     float* out = a.output + static_cast<size_t>(row) * a.output_stride;
-    norm_row(x, a.weight, a.width, a.layer_norm != 0, a.eps, out, a.add != 0);
+    norm_row(x, a.weight, a.bias, a.width, a.layer_norm != 0, a.eps, out, a.add != 0);
     if (a.quantised) {
       const int padded = (a.width + 31) / 32 * 32;
       quantise_row(out, a.width, a.quantised + static_cast<size_t>(row) * QuantRow::bytes(padded));
@@ -145,8 +156,8 @@ void glu(const float* input, size_t stride, int up_offset, int activation, float
     float* out = output + static_cast<size_t>(row) * output_stride;
     int i = 0;
     for (; i + 16 <= width; i += 16) {
-      const Vec g = load(gate + i), u = load(up + i);
-      store(out + i, mul(activate(g, activation), u));
+      const Vec y = activate(load(gate + i), activation);
+      store(out + i, up_offset == 0 ? y : mul(y, load(up + i)));
     }
     if (i < width) {
       float g[16] = {}, u[16] = {}, y[16];
@@ -154,7 +165,8 @@ void glu(const float* input, size_t stride, int up_offset, int activation, float
         g[j] = gate[i + j];
         u[j] = up[i + j];
       }
-      store(y, mul(activate(load(g), activation), load(u)));
+      const Vec activated = activate(load(g), activation);
+      store(y, up_offset == 0 ? activated : mul(activated, load(u)));
       for (int j = 0; i + j < width; ++j) out[i + j] = y[j];
     }
     if (quantised) quantise_row(out, width, quantised + static_cast<size_t>(row) * bytes);
@@ -166,7 +178,7 @@ void glu(const float* input, size_t stride, int up_offset, int activation, float
 void rope(const RopeArgs& a, int row_begin, int row_end) {
   const int half = a.rope_dim / 2;
   const auto head = [&](float* x, const float* weight, const float* angles, float scale) {
-    if (weight) norm_row(x, weight, a.head_dim, false, a.eps, x, false);
+    if (weight) norm_row(x, weight, nullptr, a.head_dim, false, a.eps, x, false);
     if (angles) {
       const float* cosine = angles;
       const float* sine = angles + half;
@@ -204,6 +216,24 @@ void rope(const RopeArgs& a, int row_begin, int row_end) {
       }
     }
   }
+}
+
+// Rows are summed one after the other, so a vector depends on nothing but its own sequence.
+void pool(const PoolArgs& a) {
+  const float* first = a.input + static_cast<size_t>(a.row_begin) * a.input_stride;
+  std::memcpy(a.output, first, static_cast<size_t>(a.width) * sizeof(float));
+  if (a.mean) {
+    for (int row = a.row_begin + 1; row < a.row_end; ++row) {
+      const float* x = a.input + static_cast<size_t>(row) * a.input_stride;
+      for (int i = 0; i < a.width; ++i) a.output[i] += x[i];
+    }
+    const float count = static_cast<float>(a.row_end - a.row_begin);
+    for (int i = 0; i < a.width; ++i) a.output[i] /= count;
+  }
+  if (!a.normalise) return;
+  const float length = std::sqrt(sum_row(a.output, a.width, [](Vec acc, Vec v) { return fma(v, v, acc); }));
+  const float divisor = length < 1e-12f ? 1e-12f : length;  // NaN stays NaN
+  for (int i = 0; i < a.width; ++i) a.output[i] /= divisor;
 }
 
 void softcap(float* x, size_t count, float cap) {

@@ -19,3 +19,9 @@ def smollm2_path() -> Path:
 def gemma3_path() -> Path:
     """Gemma 3 270M base (GGUF, Q4_K_M)."""
     return store.resolve("gemma3-270m")
+
+
+@pytest.fixture(scope="session")
+def minilm_path() -> Path:
+    """all-MiniLM-L6-v2 (safetensors, float32): the catalogue's sentence encoder."""
+    return store.resolve("minilm-l6")

@@ -123,9 +123,9 @@ def test_logit_rows_softcap_and_sample() -> None:
     close(rows, x[[2, 4]])
     capped = ops.softcap(rows, 0.5)
     close(capped, 0.5 * np.tanh(x[[2, 4]].astype(np.float64) / 0.5))
-    assert ops.logits is None
+    assert ops.output is None
     ops.sample(capped)
-    assert ops.logits is capped
+    assert ops.output is capped
 
 
 def layer_of(attention: AttentionSpec, group: int = 0) -> LayerSpec:

@@ -37,7 +37,7 @@ def randomise(model: Any, seed: int = 1) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=noise)
-            if "norm" in name:
+            if "norm" in name.lower():
                 # around 1, or around 0 where the model itself adds the 1
                 parameter.copy_(parameter + 0.2 * values)
             elif name.endswith("bias") or "embed" in name:

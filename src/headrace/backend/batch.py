@@ -1,5 +1,7 @@
 """The typed hand-off between engine and backend: :class:`Batch` goes down, :class:`StepResult` comes back.
 
+An encoder takes every sequence whole: all its tokens, from position 0, in one step, and one logit row.
+
 A Batch is immutable while it is in flight. All arrays are C-contiguous numpy arrays.
 ``n`` tokens, ``r`` sequences, ``m`` logit rows, ``g`` KV groups.
 """
@@ -71,4 +73,18 @@ class StepResult:
     logprobs: Float32  # [m]; of the sampled token, raw distribution; NaN where not asked for
     top_ids: Int32  # [m, k]; k = the largest num_logprobs; -1 beyond a row's own number
     top_logprobs: Float32  # [m, k]; descending
-    failed: NDArray[np.bool_]  # [m]; True = non-finite logits: the token is meaningless
+    failed: NDArray[np.bool_]  # [m]; True = non-finite logits or vector: the token, or vector, is meaningless
+    vectors: Float32 | None = None  # [r, hidden]; of encoders, which sample nothing: token_ids are all -1
+
+
+def pooled(vectors: Float32) -> StepResult:
+    """An encoder's result: ``vectors [r, hidden]``, of which no sequence has more than one logit row."""
+    rows = len(vectors)
+    return StepResult(
+        token_ids=np.full(rows, -1, np.int32),
+        logprobs=np.full(rows, np.nan, np.float32),
+        top_ids=np.empty((rows, 0), np.int32),
+        top_logprobs=np.empty((rows, 0), np.float32),
+        failed=np.logical_not(np.isfinite(vectors).all(axis=1)),
+        vectors=vectors,
+    )

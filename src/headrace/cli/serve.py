@@ -126,20 +126,28 @@ def serve(
         gc.freeze()  # and later collections need not look at it either
         gc.enable()
         print(f"Serving {names[0]} on {address} (documentation: {address}/docs). Try:\n")
-        chats = frontend.tokenizer.chat_template is not None
-        print(_curl(address, names[0], chats=chats, with_key=api_key is not None) + "\n", flush=True)
+        print(_curl(address, names[0], _route(frontend), with_key=api_key is not None) + "\n", flush=True)
 
     run(state, sock, loading, on_ready=announce, drain_timeout_s=drain_timeout)
 
 
-def _curl(address: str, model: str, *, chats: bool, with_key: bool) -> str:
-    """A command to paste that streams an answer; base models complete, they do not chat."""
-    body: dict[str, object] = {"model": model, "stream": True}
-    if chats:
-        body["messages"] = [{"role": "user", "content": "Hello!"}]
-    else:
-        body |= {"prompt": "Once upon a time", "max_tokens": 64}
-    route = "chat/completions" if chats else "completions"
+_EXAMPLES: dict[str, dict[str, object]] = {
+    "chat/completions": {"stream": True, "messages": [{"role": "user", "content": "Hello!"}]},
+    "completions": {"stream": True, "prompt": "Once upon a time", "max_tokens": 64},
+    "embeddings": {"input": "Hello!"},
+}
+
+
+def _route(frontend: Frontend) -> str:
+    """What the model is for: encoders embed; base models complete, they do not chat."""
+    if frontend.client.architecture.encoder is not None:
+        return "embeddings"
+    return "completions" if frontend.tokenizer.chat_template is None else "chat/completions"
+
+
+def _curl(address: str, model: str, route: str, *, with_key: bool) -> str:
+    """A command to paste that shows what the model does."""
+    body = {"model": model, **_EXAMPLES[route]}
     key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if with_key else ""
     data = shlex.quote(json.dumps(body))
     return f"curl -N {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {data}"

@@ -79,9 +79,20 @@ def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: 
     checkpoint = open_checkpoint(path, quantization=model.quantization)
     architecture = checkpoint.architecture
     num_blocks = blocks_in_pool(architecture, cache)
-    max_model_len = min(architecture.max_positions, num_blocks * BLOCK_SIZE)
-    if model.max_model_len is not None:
-        max_model_len = min(max_model_len, model.max_model_len)
+    longest, asked = architecture.max_positions, model.max_model_len
+    if architecture.encoder is not None:
+        num_blocks = min(num_blocks, _blocks_of_a_step(scheduler))
+        if asked is None:
+            longest = architecture.encoder.max_tokens
+    max_model_len = min(longest, num_blocks * BLOCK_SIZE)
+    if asked is not None:
+        max_model_len = min(max_model_len, asked)
+    if architecture.encoder is not None and max_model_len > scheduler.max_num_batched_tokens:
+        raise ConfigError(
+            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}, but an encoder computes a text "
+            f"in one step, and texts may have {max_model_len} tokens: give at least as many.",
+            param="max_num_batched_tokens",
+        )
     settings = _runner_settings(num_blocks, max_model_len, scheduler, model.threads, model.device)
     if model.backend == "cpu":  # torch asks its own device
         check_memory(checkpoint, model, settings)
@@ -99,6 +110,11 @@ def blocks_in_pool(architecture: Architecture, cache: CacheConfig) -> int:
             f"takes {size} bytes with this model: give at least that, better a thousand times as much."
         )
     return num_blocks
+
+
+def _blocks_of_a_step(scheduler: SchedulerConfig) -> int:
+    """What an encoder can use: its blocks are free again after every step."""
+    return scheduler.max_num_batched_tokens // BLOCK_SIZE + scheduler.max_num_seqs + 1
 
 
 def check_model_config(model: ModelConfig) -> None:

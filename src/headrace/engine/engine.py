@@ -19,7 +19,7 @@ from headrace.errors import InvalidRequestError
 
 
 class Engine:
-    """Turns requests into tokens, step by step.
+    """Turns requests into tokens, or texts into vectors, step by step.
 
     ``settings`` are those the runner was opened with. ``seed`` starts the generator that seeds requests
     without a seed of their own; None takes it from the operating system.
@@ -42,13 +42,15 @@ class Engine:
             max_model_len=min(settings.max_model_len, pool_tokens),
             pool_tokens=pool_tokens,
             max_waiting=config.max_waiting,
+            embeds=architecture.encoder is not None,
         )
         self.kv_cache = KVCache(
             num_blocks=settings.num_blocks,
             num_groups=len(architecture.kv_groups),
             max_sequences=settings.max_sequences,
             max_model_len=self.limits.max_model_len,
-            prefix_caching=prefix_caching,
+            # An encoder's K and V depend on what follows: no text can use another's.
+            prefix_caching=prefix_caching and not self.limits.embeds,
         )
         self._speculation = Speculation(config.speculative) if config.speculative is not None else None
         self.scheduler = Scheduler(
@@ -58,6 +60,7 @@ class Engine:
             max_model_len=self.limits.max_model_len,
             max_logit_rows=settings.max_logit_rows,
             speculation=self._speculation,
+            whole=self.limits.embeds,
         )
         self._seeds = random.Random(seed)
         self._num_steps = 0

@@ -6,7 +6,7 @@ These structs cross the process boundary as msgpack (msgspec), so they hold plai
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -105,7 +105,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="request"):
-    """One client's request, tokenised. ``params.n`` sequences come of it."""
+    """One client's request, tokenised. ``params.n`` sequences come of it.
+
+    ``kind``: what is wanted; decoders generate, encoders embed. Of the parameters an embedding uses none.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -115,6 +118,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
     arrival_time: float = 0.0  # time.monotonic() of the submitting process's host
     cache_salt: str = ""
     bad_word_ids: list[list[int]] = msgspec.field(default_factory=list)  # no output spells one of these
+    kind: Literal["generate", "embed"] = "generate"
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -131,7 +135,8 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     ``finish_reason``: None while running; ``stop`` (EOS or stop token, which is the last of token_ids, or
     a grammar that is complete), ``length``, ``abort`` or ``error`` (then ``error_*`` say why). Times are
-    time.monotonic() seconds.
+    time.monotonic() seconds. An embedding is one output: ``stop``, with ``vector``, at what stands as its
+    first token's time.
     """
 
     request_id: str
@@ -146,6 +151,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    vector: bytes | None = None  # float32, little-endian
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

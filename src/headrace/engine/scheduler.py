@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from headrace.backend.batch import Batch, Int32, StepResult
+from headrace.backend.batch import Batch, Float32, Int32, StepResult
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
@@ -35,6 +35,8 @@ class Scheduler:
 
     A draft lives for one step: from :meth:`schedule`, which gives it only what nobody else wants, to
     :meth:`commit`, which keeps of it what was sampled anyway.
+
+    ``whole``: for encoders, which need all of a sequence's tokens in one step; it ends with that step.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class Scheduler:
         max_model_len: int,
         max_logit_rows: int,
         speculation: Speculation | None = None,
+        whole: bool = False,
     ) -> None:
+        self._whole = whole
         self.max_model_len = max_model_len
         self.num_preemptions = 0
         self.prompt_tokens = 0
@@ -149,7 +153,10 @@ class Scheduler:
         sampled, failed = result.token_ids.tolist(), result.failed.tolist()
         row = 0
         for seq in self._in_flight:
-            output = self._take_in(seq, result, row, sampled, failed, now)
+            if result.vectors is None:
+                output = self._take_in(seq, result, row, sampled, failed, now)
+            else:
+                output = self._take_vector(seq, result.vectors[row], failed[row], now)
             if output is not None:
                 outputs.append(output)
             row += seq.num_logit_rows
@@ -213,6 +220,8 @@ class Scheduler:
         index = 0
         while share.budget > 0 and self._free_rows and index < len(self._waiting):
             seq = self._waiting[index]
+            if self._whole and seq.num_lacking > share.budget:
+                return  # the next step has room for it
             prefix = self._kv.find_prefix(seq)
             if prefix is None:
                 index += 1  # another computes its next block: those behind may go first
@@ -220,7 +229,8 @@ class Scheduler:
             seq.row = self._free_rows[-1]
             # Each running sequence will soon need one block more: without them the newcomer would be the
             # next victim.
-            if not self._kv.admit(seq, prefix, headroom=len(self._running)):
+            headroom = 0 if self._whole else len(self._running)
+            if not self._kv.admit(seq, prefix, headroom=headroom):
                 seq.row = -1
                 return
             self._free_rows.pop()
@@ -334,6 +344,16 @@ class Scheduler:
         end = row + min(seq.num_logit_rows, seq.num_prompt_tokens - 1 - len(have))
         have += [_scored(seq, result, at, len(have) + 1 + at - row) for at in range(row, end)]
         return end, not result.failed[row:end].any()
+
+    def _take_vector(self, seq: Sequence, vector: Float32, failed: bool, now: float) -> EngineOutput:
+        """The whole news of an encoder's sequence, which ends with its only step."""
+        self._remove(seq)
+        if failed:
+            return seq.error_output("GenerationError", _NOT_FINITE)
+        seq.first_token_time = now
+        output = seq.output("stop")
+        output.vector = vector.astype("<f4", copy=False).tobytes()
+        return output
 
     def _remove(self, seq: Sequence) -> None:
         """Forget a sequence wherever it is, and its request with the last one."""

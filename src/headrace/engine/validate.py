@@ -26,6 +26,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int  # tokens of prompt and output together
     pool_tokens: int  # that the KV pool holds
     max_waiting: int
+    embeds: bool = False  # an encoder: every request is an embedding
 
     def check_request(self, request: EngineRequest) -> None:
         """Raise InvalidRequestError or ContextLengthError if ``request`` can never be served."""
@@ -38,6 +39,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         _check_ids("eos_token_ids", request.eos_token_ids, None)
         _check_bad_words(request.bad_word_ids, self.vocab_size)
         request.params.validate(self.vocab_size)
+        self._check_kind(request)
         self._check_prompt(request.prompt_token_ids)
 
     def check_queue(self, num_waiting: int) -> None:
@@ -48,13 +50,27 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
                 "Try again later."
             )
 
+    def _check_kind(self, request: EngineRequest) -> None:
+        if request.kind not in ("generate", "embed"):
+            raise InvalidRequestError(f"kind must be generate or embed, not {_shown(request.kind)}.")
+        if (request.kind == "embed") != self.embeds:
+            raise wrong_kind(embeds=self.embeds)
+        if self.embeds and request.params.n != 1:
+            raise InvalidRequestError("An embedding has one vector: n must be 1.", param="n")
+
     def _check_prompt(self, prompt: Any) -> None:
         # Lengths first: a prompt of absurd length is refused without a look at its tokens.
         if not isinstance(prompt, list):
             raise InvalidRequestError("The prompt must be a list of token ids.", param="prompt")
         if not prompt:
             raise InvalidRequestError("The prompt is empty; it needs at least one token.", param="prompt")
-        if len(prompt) >= self.max_model_len:
+        if self.embeds and len(prompt) > self.max_model_len:
+            raise ContextLengthError(
+                f"The model embeds texts of up to {self.max_model_len} tokens, but this one has "
+                f"{len(prompt)}. Shorten it, or let truncate_prompt_tokens cut it.",
+                param="input",
+            )
+        if not self.embeds and len(prompt) >= self.max_model_len:
             bound = (
                 "The KV pool holds" if self.pool_tokens <= self.max_model_len else "The model's context is"
             )
@@ -64,6 +80,19 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
                 param="prompt",
             )
         _check_ids("prompt", prompt, self.vocab_size)
+
+
+def wrong_kind(*, embeds: bool) -> InvalidRequestError:
+    """What a request gets that asks a decoder for embeddings or an encoder (``embeds``) for text."""
+    if embeds:
+        return InvalidRequestError(
+            "This model embeds texts, it does not generate any: use embeddings, or serve a generating model.",
+            param="model",
+        )
+    return InvalidRequestError(
+        "This model generates text, it does not embed any: serve an encoder for that, such as minilm-l6.",
+        param="model",
+    )
 
 
 def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Generating for many prompts at once and collecting whole answers: the blocking side of the frontend."""
+"""Whole answers or embeddings for many prompts at once: the blocking side of the frontend."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from queue import SimpleQueue
 from headrace import errors
 from headrace.engine.request import SamplingParams, TokenLogprobs
 from headrace.errors import GenerationError, HeadraceError, OverloadedError
+from headrace.frontend.embedding import vector_of
 from headrace.frontend.frontend import Frontend
-from headrace.frontend.outputs import CompletionOutput, Logprob, RequestOutput, TextOutput
+from headrace.frontend.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+    TextOutput,
+)
 from headrace.frontend.text_request import TextRequest
 from headrace.frontend.tokenizer import Tokenizer
 
@@ -91,6 +99,44 @@ def generate_batch(
     if failures:
         raise _failure(failures, answers)
     return answers
+
+
+def embed_batch(
+    frontend: Frontend,
+    texts: Sequence[tuple[str | None, list[int]]],
+    *,
+    dimensions: int | None,
+    show_progress: bool,
+) -> list[EmbeddingRequestOutput]:
+    """Embed all ``texts`` (with their token ids) and return vectors in their order.
+
+    An exception, KeyboardInterrupt included, aborts what runs. Raises what the first failure was.
+    """
+    encoder = frontend.client.architecture.encoder
+    assert encoder is not None
+    if not texts:
+        return []
+    news: SimpleQueue[int | None] = SimpleQueue()  # indices of texts that are embedded; None at the end
+    job = frontend.embedding_job([ids for _, ids in texts], lambda: news.put(None), embedded=news.put)
+    with _progress(len(texts), show_progress) as advance:
+        try:
+            job.start()
+            while (index := news.get()) is not None:
+                advance(len(texts[index][1]), True)
+        except BaseException:
+            job.abort()
+            raise
+    if job.error is not None:
+        raise job.error
+    return [
+        EmbeddingRequestOutput(
+            request_id=output.request_id,
+            outputs=EmbeddingOutput(vector_of(output, dimensions, normalize=encoder.normalize).tolist()),
+            prompt=text,
+            prompt_token_ids=ids,
+        )
+        for (text, ids), output in zip(texts, job.outputs, strict=True)
+    ]
 
 
 def _failure(failures: list[tuple[int, TextOutput]], answers: list[RequestOutput]) -> HeadraceError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from headrace.engine.client import EngineClient
-from headrace.engine.request import EngineRequest, SamplingParams, StructuredOutputs
+from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, StructuredOutputs
+from headrace.engine.validate import wrong_kind
 from headrace.errors import ContextLengthError, InvalidRequestError
+from headrace.frontend.embedding import EmbeddingJob
 from headrace.frontend.outputs import TextOutput
 from headrace.frontend.text_request import TextRequest
 from headrace.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -76,6 +79,75 @@ class Frontend:
             )
         return ids
 
+    def encode_input(self, text: str | Sequence[int], truncate_prompt_tokens: int | None = None) -> list[int]:
+        """Token ids of something to embed; a list of ids is only checked.
+
+        ``truncate_prompt_tokens``: cut what is longer, keeping its beginning; -1 = to the model's limit.
+        Raises InvalidRequestError for what is no text, ContextLengthError if it is too long.
+        """
+        limit, longest = truncate_prompt_tokens, self.max_model_len
+        if limit is not None:
+            if type(limit) is not int or not (limit == -1 or 1 <= limit <= longest):
+                raise InvalidRequestError(
+                    f"truncate_prompt_tokens must be -1, or from 1 to {longest}.",
+                    param="truncate_prompt_tokens",
+                )
+            limit = longest if limit == -1 else limit
+        if limit is not None and isinstance(text, str):
+            return self.tokenizer.encode_truncated(text, limit)
+        ids = self.encode_prompt(text)[:limit]
+        if len(ids) > longest:
+            raise ContextLengthError(
+                f"The text has {len(ids)} tokens; the model embeds up to {longest}. Shorten it, or let "
+                "truncate_prompt_tokens cut it.",
+                param="input",
+            )
+        return ids
+
+    def check_kind(self, *, embeds: bool) -> None:
+        """Raise InvalidRequestError if the model does not embed, or (``embeds`` false) does not generate."""
+        if (self.client.architecture.encoder is not None) != embeds:
+            raise wrong_kind(embeds=not embeds)
+
+    def embedding_job(
+        self,
+        inputs: Sequence[list[int]],
+        done: Callable[[], None],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        embedded: Callable[[int], None] | None = None,
+    ) -> EmbeddingJob:
+        """A job, to be started, that embeds all ``inputs``. Raises InvalidRequestError for a decoder."""
+        self.check_kind(embeds=True)
+        name = request_id or f"{self._prefix}-{next(self._numbers)}"
+        return EmbeddingJob(self.client, inputs, done, request_id=name, priority=priority, embedded=embedded)
+
+    async def embed(
+        self, inputs: Sequence[list[int]], *, request_id: str | None = None, priority: int = 0
+    ) -> list[EngineOutput]:
+        """One output with a vector for each input. Cancelling it ends what still runs.
+
+        Raises InvalidRequestError, ContextLengthError, OverloadedError, GenerationError or EngineDeadError.
+        """
+        import asyncio
+
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def done() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(ended.set)
+
+        job = self.embedding_job(inputs, done, request_id=request_id, priority=priority)
+        try:
+            job.start()
+            await ended.wait()
+        finally:
+            job.abort()
+        if job.error is not None:
+            raise job.error
+        return job.outputs
+
     def render_chat(
         self,
         /,
@@ -128,6 +200,7 @@ class Frontend:
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """What can be said before submitting: raises InvalidRequestError or ContextLengthError."""
+        self.check_kind(embeds=False)
         params.validate(self.client.architecture.vocab_size)
         if params.structured_outputs is not None:
             self.compile(params.structured_outputs)
@@ -160,6 +233,7 @@ class Frontend:
 
         Raises InvalidRequestError, ContextLengthError, OverloadedError or EngineDeadError at once.
         """
+        self.check_kind(embeds=False)
         self.tokenizer.token_bytes(0)  # raises if this tokenizer can't generate
         request = EngineRequest(
             request_id=request_id or f"{self._prefix}-{next(self._numbers)}",
@@ -234,6 +308,7 @@ class Frontend:
     def _chat_template(self) -> ChatTemplate:
         from headrace.frontend.chat_template import ChatTemplate
 
+        self.check_kind(embeds=False)
         source = self.tokenizer.chat_template
         if source is None:
             raise InvalidRequestError(

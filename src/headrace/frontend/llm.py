@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from headrace.engine.request import EngineStats, SamplingParams
 from headrace.errors import ConfigError, InvalidRequestError
-from headrace.frontend.batch import BatchRequest, generate_batch
+from headrace.frontend.batch import BatchRequest, embed_batch, generate_batch
 from headrace.frontend.beam_search import BeamSearch, BeamSearchParams, beam_text
+from headrace.frontend.embedding import check_dimensions
 from headrace.frontend.frontend import Frontend, Progress, open_frontend
-from headrace.frontend.outputs import CompletionOutput, RequestOutput
+from headrace.frontend.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 
 if TYPE_CHECKING:
     from typing import Self
@@ -31,7 +32,7 @@ _NO_QUEUE_LIMIT_S = 1e9  # an offline batch waits for as long as it takes
 
 
 class LLM:
-    """A model, loaded and ready to generate.
+    """A model, loaded and ready to generate or, if it is an encoder, to embed.
 
     Settings come as config objects or as plain arguments, which fill in what the object leaves at its
     default; where both say something different, ConfigError is raised. ``speculative_config`` is a
@@ -203,6 +204,36 @@ class LLM:
             for number, (search, (text, ids)) in enumerate(zip(searches, encoded, strict=True))
         ]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Vectors of all texts, in their order; the model must be an encoder (``minilm-l6``).
+
+        ``dimensions``: only the first so many, brought to length one again. ``truncate_prompt_tokens``: cut
+        longer texts, -1 = to the model's limit; without it they raise ContextLengthError. All texts are
+        checked before any runs: InvalidRequestError says which one is wrong.
+        """
+        frontend = self._frontend
+        frontend.check_kind(embeds=True)
+        if isinstance(prompts, (str, Mapping)):
+            prompts = [prompts]
+        elif not isinstance(prompts, Sequence):
+            raise InvalidRequestError(f"prompts must be a prompt or a list of them, not {prompts!r:.60}.")
+        check_dimensions(dimensions, frontend.client.architecture.hidden_size)
+
+        def encode(prompt: Any) -> tuple[str | None, list[int]]:
+            given = _text_or_ids(prompt)
+            ids = frontend.encode_input(given, truncate_prompt_tokens)
+            return (given if isinstance(given, str) else None), ids
+
+        encoded = [_checked(encode, prompt, at, len(prompts)) for at, prompt in enumerate(prompts)]
+        return embed_batch(frontend, encoded, dimensions=dimensions, show_progress=use_tqdm)
+
     def stats(self) -> EngineStats:
         """A snapshot: ``prefix_cache_hit_rate``, ``num_running_seqs``, ``kv_cache_usage`` and the rest."""
         return self._frontend.client.stats()
@@ -236,16 +267,14 @@ class LLM:
         params = _one_each(sampling_params, len(inputs))
         requests = []
         for index, (item, its_params) in enumerate(zip(inputs, params, strict=True)):
-            try:
+
+            def checked(item: Any, its_params: SamplingParams = its_params) -> tuple[str | None, list[int]]:
                 text, ids = encode(item)
                 ids = self._frontend.truncate(ids, its_params)
                 self._frontend.check(ids, its_params)
-            except InvalidRequestError as error:
-                if len(inputs) > 1:
-                    error.message = f"prompt {index} of {len(inputs)}: {error.message}"
-                    error.args = (error.message,)
-                raise
-            requests.append(BatchRequest(text, ids, its_params))
+                return text, ids
+
+            requests.append(BatchRequest(*_checked(checked, item, index, len(inputs)), its_params))
         return self._batch(requests, show_progress)
 
     def _batch(self, requests: Sequence[BatchRequest], show_progress: bool) -> list[RequestOutput]:
@@ -258,21 +287,40 @@ class LLM:
         )
 
     def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-            if len(keys) != 1:
-                raise InvalidRequestError(
-                    "A prompt given as a dict needs either 'prompt' (text) or 'prompt_token_ids' (a list)."
-                )
-            prompt, is_text = prompt[keys[0]], keys[0] == "prompt"
-        else:
-            is_text = True
-        if is_text != isinstance(prompt, str):
+        given = _text_or_ids(prompt)
+        return (given if isinstance(given, str) else None), self._frontend.encode_prompt(given)
+
+
+def _text_or_ids(prompt: Any) -> Any:
+    """What a prompt holds: a string, or what should be a list of ids."""
+    if isinstance(prompt, Mapping):
+        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if len(keys) != 1:
             raise InvalidRequestError(
-                "A prompt must be a string, {'prompt': text} or {'prompt_token_ids': [ids]}, not "
-                f"{type(prompt).__name__}."
+                "A prompt given as a dict needs either 'prompt' (text) or 'prompt_token_ids' (a list)."
             )
-        return (prompt if is_text else None), self._frontend.encode_prompt(prompt)
+        prompt, is_text = prompt[keys[0]], keys[0] == "prompt"
+    else:
+        is_text = True
+    if is_text != isinstance(prompt, str):
+        raise InvalidRequestError(
+            "A prompt must be a string, {'prompt': text} or {'prompt_token_ids': [ids]}, not "
+            f"{type(prompt).__name__}."
+        )
+    return prompt
+
+
+def _checked(
+    encode: Callable[[Any], tuple[str | None, list[int]]], item: Any, index: int, count: int
+) -> tuple[str | None, list[int]]:
+    """``encode(item)``; what it refuses says which of the ``count`` prompts it was."""
+    try:
+        return encode(item)
+    except InvalidRequestError as error:
+        if count > 1:
+            error.message = f"prompt {index} of {count}: {error.message}"
+            error.args = (error.message,)
+        raise
 
 
 def _likeliest(answer: RequestOutput) -> list[tuple[int, float]]:

@@ -59,6 +59,29 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class EmbeddingOutput:
+    """A text's vector, as numbers."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many dimensions it has."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """One text and its embedding. ``prompt`` is None if it was given as token ids."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt: str | None
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """One prompt and its answers. ``prompt`` is None if it was given as token ids.
 

@@ -63,6 +63,25 @@ class Tokenizer:
         """The model's main end token as templates write it."""
         return self._backend.id_to_token(self.eos_token_ids[0]) if self.eos_token_ids else None
 
+    def encode_truncated(self, text: str, max_tokens: int) -> list[int]:
+        """:meth:`encode`, the text cut at its end to ``max_tokens``, special tokens included and kept.
+
+        Raises InvalidRequestError if ``max_tokens`` leaves no room for the text.
+        """
+        ids = self.encode(text)
+        if len(ids) <= max_tokens:
+            return ids
+        room = max_tokens - self._backend.num_special_tokens_to_add(is_pair=False)
+        if room < 1:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {max_tokens}, which leaves no room beside the model's own "
+                f"{max_tokens - room} special tokens.",
+                param="truncate_prompt_tokens",
+            )
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding.truncate(room)
+        return list(self._backend.post_process(encoding).ids)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; ``add_special_tokens`` adds BOS and EOS as the model was trained.
 
@@ -172,6 +191,8 @@ def _build(content: bytes, config: dict[str, Any], generation: list[dict[str, An
         backend = Backend.from_buffer(content)
     except Exception as error:  # tokenizers raises plain Exception
         raise ModelFormatError(f"The tokenizer of {path} can't be read: {error}") from None
+    backend.no_truncation()  # texts are never cut or filled up in silence
+    backend.no_padding()
 
     def ids_of(key: str) -> list[int]:
         for source in generation:

@@ -1,6 +1,7 @@
 """One frozen description of a network. Readers turn HF ``config.json`` and GGUF metadata into it.
 
-There is no class per model: a model is a value of :class:`Architecture`, and ``decoder.py`` runs any of them.
+There is no class per model: a model is a value of :class:`Architecture`, and ``decoder.py`` or, where
+``Architecture.encoder`` is set, ``encoder.py`` runs any of them.
 
 Canonical tensor names (what a :class:`~headrace.model.checkpoint.Checkpoint` answers to), linear weights
 are ``[out, in]``::
@@ -15,6 +16,11 @@ are ``[out, in]``::
     layers.{i}.feed_forward_post_norm.weight      when LayerSpec.post_norms
     final_norm.weight
     head.weight                                   absent when Architecture.tied_head: embed.weight serves
+
+Encoders have neither final norm nor head, no ``gate``, norms after each residual addition, and besides::
+
+    position_embed.weight                         [max_positions, hidden]; readers add token type 0 to it
+    embed_norm.weight|bias
 
 Conventions: rotary embedding is always the half-split ("NeoX") form, so readers un-permute GGUF ``llama``
 q/k rows; norm weights multiply directly, so readers of HF Gemma add the 1.
@@ -95,7 +101,10 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Causal grouped-query attention. ``window`` counts the tokens a query sees, itself included."""
+    """Grouped-query attention. ``window`` counts the tokens a query sees, itself included.
+
+    Not ``causal``: every token sees its whole sequence, all of which must be in the step.
+    """
 
     heads: int
     kv_heads: int
@@ -107,20 +116,22 @@ class AttentionSpec:
     softcap: float | None = None
     qkv_bias: bool = False
     out_bias: bool = False
+    causal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSpec:
-    """``down(activation(gate(x)) * up(x))``."""
+    """``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))`` if not ``gated``."""
 
     width: int
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer; ``post_norms`` also normalises each branch before its residual addition (Gemma)."""
+    """One layer; ``post_norms`` also normalises each branch before its residual addition (Gemma)."""
 
     attention: AttentionSpec
     feed_forward: FeedForwardSpec
@@ -140,6 +151,18 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """What an encoder makes of a sequence: one vector, pooled from its rows (``cls``: the first row).
+
+    ``max_tokens``: how long its author meant texts to be; the position table may hold more.
+    """
+
+    pooling: Literal["mean", "cls"]
+    normalize: bool  # to Euclidean length one
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """Everything about a network but its weights. ``family`` is informative (``llama``, ``gemma3`` …)."""
 
@@ -148,10 +171,11 @@ class Architecture:
     hidden_size: int
     max_positions: int
     layers: tuple[LayerSpec, ...]
-    final_norm: NormSpec
+    final_norm: NormSpec  # of an encoder: the norm of its embeddings
     tied_head: bool
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
+    encoder: EncoderSpec | None = None  # None: a decoder, which generates
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, TypeVar
 
-from headrace.model.architecture import Activation, AttentionSpec, NormSpec, RopeSpec
+from headrace.model.architecture import Activation, AttentionSpec, EncoderSpec, NormSpec, RopeSpec
 
 T = TypeVar("T")
 Shard = Literal["none", "column", "row", "vocab"]
+Index = Literal["token", "position"]
 
 
 class Ops(Protocol[T]):
     """Row-wise operations on ``[rows, width]`` values."""
 
-    def embed(self, name: str, *, scale: float) -> T:
-        """Rows of the embedding table at the batch's token ids, times ``scale``."""
+    def embed(self, name: str, *, scale: float, by: Index = "token") -> T:
+        """Rows of an embedding table at the batch's token ids, or at its positions, times ``scale``."""
         ...
 
     def norm(self, x: T, name: str, spec: NormSpec) -> T:
-        """Normalise every row and multiply by the named weight."""
+        """Normalise every row and multiply by the named weight; ``layer`` norms add the named bias."""
         ...
 
     def head_norm(self, x: T, name: str, spec: NormSpec, *, heads: int) -> T:
@@ -42,11 +43,15 @@ class Ops(Protocol[T]):
         ...
 
     def attention(self, q: T, k: T, v: T, spec: AttentionSpec, *, layer: int) -> T:
-        """Write k and v to the layer's KV slots, then attend causally over each sequence's blocks."""
+        """Write k and v to the layer's KV slots, then attend over each sequence's blocks."""
         ...
 
     def glu(self, gate: T, up: T, activation: Activation) -> T:
         """``activation(gate) * up``."""
+        ...
+
+    def activate(self, x: T, activation: Activation) -> T:
+        """``activation(x)``."""
         ...
 
     def add(self, x: T, y: T) -> T:
@@ -63,4 +68,8 @@ class Ops(Protocol[T]):
 
     def sample(self, logits: T) -> None:
         """Sample each row by the batch's sampling table; ends the program."""
+        ...
+
+    def pool(self, x: T, spec: EncoderSpec) -> None:
+        """Hand out one vector per sequence, pooled from its rows; ends the program."""
         ...

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from headrace.errors import HeadraceError, InvalidRequestError
 from headrace.observe.metrics import CONTENT_TYPE
 from headrace.server import documentation
+from headrace.server.embeddings import EmbeddingRoutes
 from headrace.server.middleware import Outermost, error_response
 from headrace.server.responses import Health, ModelCard, ModelList, encode
 from headrace.server.routes import GenerationRoutes
@@ -40,10 +41,12 @@ def build_app(state: ServerState) -> FastAPI:
     )
     app.state.server = state
     routes = GenerationRoutes(state)
+    embeddings = EmbeddingRoutes(state)
     plain = _PlainRoutes(state)
     for path, method, handler in (
         ("/v1/chat/completions", "POST", routes.chat),
         ("/v1/completions", "POST", routes.completions),
+        ("/v1/embeddings", "POST", embeddings.embeddings),
         ("/v1/models", "GET", plain.models),
         ("/v1/models/{name:path}", "GET", plain.model),
         ("/health", "GET", plain.health),

@@ -13,10 +13,12 @@ _REF = "#/components/schemas/{name}"
 _BODIES: dict[str, type] = {
     "/v1/chat/completions": requests.ChatCompletionRequest,
     "/v1/completions": requests.CompletionRequest,
+    "/v1/embeddings": requests.EmbeddingRequest,
 }
 _ANSWERS: dict[str, type] = {
     "/v1/chat/completions": responses.ChatCompletion,
     "/v1/completions": responses.Completion,
+    "/v1/embeddings": responses.EmbeddingList,
     "/v1/models": responses.ModelList,
     "/v1/models/{name:path}": responses.ModelCard,
     "/health": responses.Health,

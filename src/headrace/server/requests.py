@@ -134,7 +134,21 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     suffix: Unsupported = None
 
 
-R = TypeVar("R", bound=GenerationRequest)
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /v1/embeddings``. ``input``: text, token ids, or a list of either."""
+
+    input: str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1)]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
+    # extensions, named as in vLLM
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    # no effect on the answer
+    user: Ignored = None
+
+
+R = TypeVar("R", bound=GenerationRequest | EmbeddingRequest)
 
 _PATH = re.compile(r" - at `(key` in `)?\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
@@ -166,23 +180,26 @@ def decode(kind: type[R], body: bytes) -> R:
         raise InvalidRequestError("the request body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the request body is not valid JSON in UTF-8: {error}") from None
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequestError(
-            "`stream_options` needs `stream`: true; leave it out or stream", param="stream_options"
-        )
-    _check_stop(request.stop)
-    structured_outputs(request)
-    _check_beams(request)
-    if request.stream and request.prompt_logprobs is not None:
-        raise _unsupported("prompt_logprobs", "them in streams; ask for the whole answer")
+    if isinstance(request, GenerationRequest):
+        if request.stream_options is not None and not request.stream:
+            raise InvalidRequestError(
+                "`stream_options` needs `stream`: true; leave it out or stream", param="stream_options"
+            )
+        _check_stop(request.stop)
+        structured_outputs(request)
+        _check_beams(request)
+        if request.stream and request.prompt_logprobs is not None:
+            raise _unsupported("prompt_logprobs", "them in streams; ask for the whole answer")
     if isinstance(request, ChatCompletionRequest):
         _check_chat(request)
     elif isinstance(request, CompletionRequest):
         _check_completion(request)
+    elif isinstance(request, EmbeddingRequest):
+        _check_embedding(request)
     return request
 
 
-def _explain(kind: type[GenerationRequest], text: str) -> InvalidRequestError:
+def _explain(kind: type[msgspec.Struct], text: str) -> InvalidRequestError:
     """msgspec's message in the words of JSON, with the field as ``param``."""
     param: str | None = None
     where = ""
@@ -322,23 +339,38 @@ def _check_completion(request: CompletionRequest) -> None:
     prompts(request.prompt)
 
 
-def prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """The prompts one by one. Raises InvalidRequestError for a list of mixed kinds or an empty prompt."""
+def _check_embedding(request: EmbeddingRequest) -> None:
+    if request.truncate_prompt_tokens == 0:
+        raise InvalidRequestError(
+            "`truncate_prompt_tokens` must be -1 (the model's limit) or 1 or more",
+            param="truncate_prompt_tokens",
+        )
+    for index, item in enumerate(prompts(request.input, "input")):
+        if not item:
+            raise InvalidRequestError(
+                f"`input[{index}]` is empty" if isinstance(request.input, list) else "`input` is empty",
+                param="input",
+            )
+
+
+def prompts(prompt: str | list[Any], name: str = "prompt") -> list[str | list[int]]:
+    """The prompts one by one. Raises InvalidRequestError for a list of mixed kinds or an empty prompt.
+
+    ``name``: of the field that holds them.
+    """
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise InvalidRequestError(
-            "`prompt`: a list must hold strings only, token ids only, or lists of token ids only",
-            param="prompt",
+            f"`{name}`: a list must hold strings only, token ids only, or lists of token ids only",
+            param=name,
         )
     if kinds == {int}:
         return [prompt]
     for index, item in enumerate(prompt):
         if isinstance(item, list) and not item:
-            raise InvalidRequestError(
-                f"`prompt[{index}]`: a list of token ids must not be empty", param="prompt"
-            )
+            raise InvalidRequestError(f"`{name}[{index}]`: a list of token ids must not be empty", param=name)
     return prompt
 
 

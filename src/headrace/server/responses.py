@@ -191,6 +191,30 @@ class Completion(msgspec.Struct):
     object: Literal["text_completion"] = "text_completion"
 
 
+class EmbeddingUsage(msgspec.Struct):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    """One input's vector: numbers, or base64 of little-endian float32."""
+
+    index: int
+    embedding: list[float] | str | msgspec.Raw
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingList(msgspec.Struct):
+    """Answer of ``POST /v1/embeddings``."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
 class ModelCard(msgspec.Struct):
     """A served model."""
 

@@ -49,7 +49,8 @@ class GenerationRoutes:
     async def chat(self, http: Request) -> Response:
         """``POST /v1/chat/completions``."""
         frontend = self._state.frontend
-        size, request = await self._parse(http, ChatCompletionRequest)
+        size, request = await read_request(self._state, http, ChatCompletionRequest)
+        frontend.check_kind(embeds=False)
         extra = dict(request.chat_template_kwargs or {})
         for reserved in {"messages", "tools", "add_generation_prompt"} & extra.keys():
             raise InvalidRequestError(
@@ -89,7 +90,8 @@ class GenerationRoutes:
     async def completions(self, http: Request) -> Response:
         """``POST /v1/completions``."""
         frontend = self._state.frontend
-        size, request = await self._parse(http, CompletionRequest)
+        size, request = await read_request(self._state, http, CompletionRequest)
+        frontend.check_kind(embeds=False)
         prompts = requests.prompts(request.prompt)
         if len(prompts) > self._state.settings.max_prompts:
             raise InvalidRequestError(
@@ -131,13 +133,6 @@ class GenerationRoutes:
         )
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
 
-    async def _parse(self, http: Request, kind: type[requests.R]) -> tuple[int, requests.R]:
-        settings = self._state.settings
-        body = await read_body(http, settings.max_body_bytes, settings.read_timeout_s)
-        request = await _off_loop(lambda: requests.decode(kind, body), len(body))
-        self._state.check_model(request.model)
-        return len(body), request
-
     async def _serve(
         self,
         http: Request,
@@ -155,7 +150,7 @@ class GenerationRoutes:
 
         async def work() -> Response:
             heavy = size if params.structured_outputs is None else _INLINE_BYTES + 1  # a grammar to compile
-            prompts = await _off_loop(tokenise, heavy)
+            prompts = await off_loop(tokenise, heavy)
             beams = beam_params(request, params, frontend.max_model_len)
             await generation.start(prompts, params, request.priority or 0, beams)
             if request.stream:
@@ -208,7 +203,16 @@ class _Events:
         await self._generation.aclose()
 
 
-async def _off_loop(work: Callable[[], T], size: int) -> T:
+async def read_request(state: ServerState, http: Request, kind: type[requests.R]) -> tuple[int, requests.R]:
+    """The size of the body and what it asks. Raises for a body that is wrong, or a model that is not here."""
+    settings = state.settings
+    body = await read_body(http, settings.max_body_bytes, settings.read_timeout_s)
+    request = await off_loop(lambda: requests.decode(kind, body), len(body))
+    state.check_model(request.model)
+    return len(body), request
+
+
+async def off_loop(work: Callable[[], T], size: int) -> T:
     """``work()``, in a thread if ``size`` bytes of input may keep the event loop noticeably."""
     return work() if size <= _INLINE_BYTES else await asyncio.to_thread(work)
 

@@ -28,6 +28,7 @@ class ServerSettings:
     api_key: str | None = None
     max_body_bytes: int = 8 * 2**20
     max_prompts: int = 256  # prompts of one completion request
+    max_inputs: int = 2048  # inputs of one embeddings request, as with OpenAI
     read_timeout_s: float = 60.0  # for a request's whole body
     write_timeout_s: float = 60.0  # a client that reads nothing for so long is given up
     retry_after_s: int = 1

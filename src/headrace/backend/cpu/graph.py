@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from headrace.model.architecture import Activation, Architecture, AttentionSpec, NormSpec, RopeSpec
-from headrace.model.decoder import decode
-from headrace.model.ops import Shard
+from headrace.model.architecture import (
+    Activation,
+    Architecture,
+    AttentionSpec,
+    EncoderSpec,
+    NormSpec,
+    RopeSpec,
+)
+from headrace.model.network import run
+from headrace.model.ops import Index, Shard
 
 Kind = Literal[
     "embed",
@@ -17,10 +24,12 @@ Kind = Literal[
     "rope",
     "attention",
     "glu",
+    "activate",
     "add",
     "logit_rows",
     "softcap",
     "sample",
+    "pool",
 ]
 
 
@@ -48,8 +57,8 @@ class GraphOps:
         self.nodes.append(node)
         return node
 
-    def embed(self, name: str, *, scale: float) -> Node:
-        return self._node("embed", name=name, scale=scale)
+    def embed(self, name: str, *, scale: float, by: Index = "token") -> Node:
+        return self._node("embed", name=name, scale=scale, by=by)
 
     def norm(self, x: Node, name: str, spec: NormSpec) -> Node:
         return self._node("norm", x, name=name, spec=spec)
@@ -69,6 +78,9 @@ class GraphOps:
     def glu(self, gate: Node, up: Node, activation: Activation) -> Node:
         return self._node("glu", gate, up, activation=activation)
 
+    def activate(self, x: Node, activation: Activation) -> Node:
+        return self._node("activate", x, activation=activation)
+
     def add(self, x: Node, y: Node) -> Node:
         return self._node("add", x, y)
 
@@ -81,9 +93,12 @@ class GraphOps:
     def sample(self, logits: Node) -> None:
         self._node("sample", logits)
 
+    def pool(self, x: Node, spec: EncoderSpec) -> None:
+        self._node("pool", x, spec=spec)
 
-def decoder_graph(arch: Architecture) -> list[Node]:
-    """The nodes of one decoder step, in execution order."""
+
+def network_graph(arch: Architecture) -> list[Node]:
+    """The nodes of one step, in execution order."""
     ops = GraphOps()
-    decode(ops, arch)
+    run(ops, arch)
     return ops.nodes

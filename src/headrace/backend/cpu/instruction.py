@@ -65,6 +65,7 @@ class Op(IntEnum):
     GLU = 7
     SOFTCAP = 8
     SAMPLE = 9
+    POOL = 10
 
 
 class Base(IntEnum):

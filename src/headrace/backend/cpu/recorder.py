@@ -20,7 +20,7 @@ from headrace.backend.cpu.instruction import INSTRUCTION, Base, Op
 from headrace.backend.cpu.packing import LANES, WeightFormat, padded
 from headrace.backend.cpu.weights_file import PackedTensor
 from headrace.backend.runner import RunnerSettings
-from headrace.errors import ModelFormatError
+from headrace.errors import ConfigError, ModelFormatError
 from headrace.model.architecture import Architecture, AttentionSpec, RopeSpec
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -57,8 +57,8 @@ class Recording:
     instructions: NDArray[np.void]
     scratch_bytes: int
     constants: list[tuple[int, NDArray[np.float64]]]
-    logits_offset: int
-    logits_stride: int
+    output_offset: int  # of the logits, or an encoder's vectors
+    output_stride: int
 
 
 class Recorder:
@@ -79,6 +79,7 @@ class Recorder:
         self.places: dict[int, Place] = {}
         self.quantised: dict[int, str] = {}  # node -> buffer of its quantised form
         self.angles: dict[RopeSpec, str] = {}
+        self.output = ""  # the buffer that the program ends in
 
     # -- buffers and operands ---------------------------------------------------------------------------
 
@@ -134,6 +135,15 @@ class Recorder:
         tensor = self.weight(row, "weight", f"{node.name}.weight")
         self._set_format(row, tensor.format)
         row["i1"] = width if tensor.format.dense else padded(width)
+        row["i2"] = node.attrs["by"] == "position"
+        if row["i2"] and tensor.n < self.settings.max_model_len:
+            raise ConfigError(
+                f"max_model_len is {self.settings.max_model_len}, but the model has only {tensor.n} positions"
+            )
+        if self._joins_residual(node):
+            row["i3"] = 1
+            self._into_residual(row, node)
+            return
         self.scratch(row, "output", "residual")
         self.places[id(node)] = Place("residual", 0, width)
 
@@ -144,12 +154,16 @@ class Recorder:
         row = self.emit(Op.NORM, logit_rows=gathers, i0=place.width, f0=spec.eps)
         row["i1"], row["i2"] = spec.kind == "layer", gathers
         self.weight(row, "weight", f"{node.name}.weight")
+        if spec.kind == "layer":
+            self.weight(row, "weight2", f"{node.name}.bias")
         self.scratch(row, "input", place.buffer, place.column)
         if self._joins_residual(node):
             row["i3"] = 1
             self._into_residual(row, node)
             return
         buffer = "normed_rows" if gathers else "normed"
+        if self._replaces_residual(node):
+            buffer = "residual"
         self.buffer(buffer, 4 * place.width, logit_rows=gathers)
         self.scratch(row, "output", buffer)
         self.places[id(node)] = Place(buffer, 0, place.width)
@@ -225,14 +239,17 @@ class Recorder:
 
         width = spec.heads * spec.head_dim
         self.buffer("attended", 4 * width)
+        if not spec.causal and spec.window is not None:
+            raise ValueError("attention over the whole sequence has no window")
         row = self.emit(Op.ATTENTION, window=spec.window or 0, f0=spec.softcap or 0.0, **shape)
+        row["i0"] = not spec.causal
         row["q_offset"] = q.column
         self.scratch(row, "input", q.buffer)
         self.scratch(row, "output", "attended")
         self.places[id(node)] = Place("attended", 0, width)
 
     def _glu(self, node: Node) -> None:
-        gate, up = (self.places[id(n)] for n in node.inputs)
+        gate, up = (self.places[id(node.inputs[i])] for i in (0, -1))  # the same one without a gate
         row = self.emit(Op.GLU, i0=gate.width, i1=up.column - gate.column)
         row["i2"] = ACTIVATIONS[node.attrs["activation"]]
         self.buffer("activated", 4 * gate.width)
@@ -240,6 +257,8 @@ class Recorder:
         self.scratch(row, "output", "activated")
         self.places[id(node)] = Place("activated", 0, gate.width)
         self._quantise_within(row, node, False)
+
+    _activate = _glu
 
     def _add(self, node: Node) -> None:
         raise ValueError(
@@ -255,6 +274,15 @@ class Recorder:
     def _sample(self, node: Node) -> None:
         row = self.emit(Op.SAMPLE, logit_rows=True)
         self.scratch(row, "input", self.places[id(node.inputs[0])].buffer)
+        self.output = "logits"
+
+    def _pool(self, node: Node) -> None:
+        place, spec = self.places[id(node.inputs[0])], node.attrs["spec"]
+        row = self.emit(Op.POOL, i0=place.width, i1=spec.pooling == "mean", i2=spec.normalize)
+        self.buffer("pooled", 4 * place.width, logit_rows=True)  # as many rows: one a sequence
+        self.scratch(row, "input", place.buffer, place.column)
+        self.scratch(row, "output", "pooled")
+        self.output = "pooled"
 
     # -- pieces of the above -------------------------------------------------------------------------------
 
@@ -263,7 +291,16 @@ class Recorder:
         if len(node.consumers) != 1 or node.consumers[0].kind != "add":
             return False
         stream = node.consumers[0].inputs[0]
+        if stream is node:
+            return False
         return self.places[id(stream)].buffer == "residual" and stream.consumers[-1] is node.consumers[0]
+
+    def _replaces_residual(self, node: Node) -> bool:
+        """Whether a norm's value is the residual stream from there on: it is written where it was read."""
+        (source,) = node.inputs
+        if not any(n.kind == "add" and n.inputs[0] is node for n in node.consumers):
+            return False
+        return self.places[id(source)].buffer == "residual" and source.consumers[-1] is node
 
     def _into_residual(self, row: NDArray[np.void], node: Node) -> None:
         self.scratch(row, "output", "residual")
@@ -350,10 +387,10 @@ class Recorder:
             row[operand]["base"], row[operand]["offset"] = Base.SCRATCH, buffer.offset + column
             if operand in ("input", "output") and row["op"] != Op.ANGLES:
                 row[f"{operand}_stride"] = buffer.row_bytes
-        logits = self.buffers["logits"]
+        output = self.buffers[self.output]
         # An operand that starts some columns in is checked for whole rows from there: keep one row of margin.
         margin = max(buffer.row_bytes for buffer in self.buffers.values())
-        return Recording(np.stack(self.out), offset + margin, constants, logits.offset, logits.row_bytes)
+        return Recording(np.stack(self.out), offset + margin, constants, output.offset, output.row_bytes)
 
 
 def _role(node: Node) -> str:
@@ -361,7 +398,7 @@ def _role(node: Node) -> str:
     kinds = {consumer.kind for consumer in node.consumers}
     if kinds & {"rope", "head_norm", "attention"}:
         return "qkv"
-    return "gate_up" if "glu" in kinds else "branch"
+    return "gate_up" if kinds & {"glu", "activate"} else "branch"
 
 
 def record(

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import headrace
-from headrace.backend.batch import Batch, StepResult
+from headrace.backend.batch import Batch, StepResult, pooled
 from headrace.backend.cpu import _native
 from headrace.backend.cpu.cores import usable_cores
-from headrace.backend.cpu.graph import decoder_graph
+from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.instruction import INSTRUCTION
 from headrace.backend.cpu.recorder import kv_layer_bytes, record
 from headrace.backend.cpu.weights_file import packed_weights
@@ -53,7 +53,7 @@ class CpuRunner:
         if not 1 <= threads <= MAX_THREADS:
             raise ConfigError(f"threads must be between 1 and {MAX_THREADS}, got {threads}")
         self.architecture = arch = checkpoint.architecture
-        nodes = decoder_graph(arch)
+        nodes = network_graph(arch)
         weights = packed_weights(checkpoint, nodes)
         recording = record(nodes, arch, weights.tensors, settings, _native.quant_row_bytes)
         block_bytes = [len(g.layers) * kv_layer_bytes(g.kv_heads, g.head_dim) for g in arch.kv_groups]
@@ -61,9 +61,10 @@ class CpuRunner:
         self._scratch = _zeros(recording.scratch_bytes)
         for offset, values in recording.constants:
             self._scratch[offset : offset + values.nbytes] = values.view(np.uint8)
-        logits_end = recording.logits_offset + settings.max_logit_rows * recording.logits_stride
-        flat = self._scratch[recording.logits_offset : logits_end].view(np.float32)
-        self._logits = flat.reshape(settings.max_logit_rows, -1)[:, : arch.vocab_size]
+        output_end = recording.output_offset + settings.max_logit_rows * recording.output_stride
+        flat = self._scratch[recording.output_offset : output_end].view(np.float32)
+        width = arch.vocab_size if arch.encoder is None else arch.hidden_size
+        self._output = flat.reshape(settings.max_logit_rows, -1)[:, :width]
 
         assert INSTRUCTION.itemsize == _native.INSTRUCTION_BYTES
         self._program: Any = _native.Program(
@@ -116,17 +117,19 @@ class CpuRunner:
             result.top_logprobs,
             result.failed.view(np.uint8),
         )
+        if self.architecture.encoder is not None:
+            return pooled(self._output[: len(batch.context_len)].copy())
         return result
 
     def logits(self, batch: Batch) -> NDArray[np.float32]:
         """Run a step and copy its logits ``[m, vocab]``; bias, penalties and masks, if any, are in them."""
         self.run(batch)
-        return self._logits[: len(batch.logit_rows)].copy()
+        return self._output[: len(batch.logit_rows)].copy()
 
     def close(self) -> None:
         """Release threads, weights and KV."""
         self._program = None
-        self._scratch = self._logits = np.empty(0, np.uint8)
+        self._scratch = self._output = np.empty(0, np.uint8)
 
 
 def open_cpu_runner(checkpoint: Checkpoint, settings: RunnerSettings) -> CpuRunner:

@@ -155,6 +155,8 @@ def _tensor_names(nodes: list[Node]) -> Iterable[tuple[str, bool]]:
     """Names and whether they are matrices: matrices in execution order, so that q, k, v lie side by side."""
     matrices = [f"{n.name}.weight" for n in nodes if n.kind in ("embed", "linear")]
     vectors = [f"{n.name}.weight" for n in nodes if n.kind in ("norm", "head_norm")]
+    layer_norms = [n for n in nodes if n.kind in ("norm", "head_norm") and n.attrs["spec"].kind == "layer"]
+    vectors += [f"{n.name}.bias" for n in layer_norms]
     vectors += [f"{n.name}.bias" for n in nodes if n.kind == "linear" and n.attrs["bias"]]
     yield from ((name, True) for name in dict.fromkeys(matrices))
     yield from ((name, False) for name in dict.fromkeys(vectors))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,8 @@ import torch.nn.functional as F
 from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.torch.kv import TorchKV
 from headrace.backend.torch.step import TorchStep
-from headrace.model.architecture import Activation, AttentionSpec, NormSpec, RopeSpec
-from headrace.model.ops import Shard
+from headrace.model.architecture import Activation, AttentionSpec, EncoderSpec, NormSpec, RopeSpec
+from headrace.model.ops import Index, Shard
 
 
 class TorchOps:
@@ -28,12 +29,14 @@ class TorchOps:
         self._kv = kv
         self._step = step
         self._turns: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.logits: torch.Tensor | None = None
-        """What :meth:`sample` was given, ``[m, vocab]``: the runner samples it, or hands it out raw."""
+        self.output: torch.Tensor | None = None
+        """What the definition ended in: logits ``[m, vocab]`` of :meth:`sample`, for the runner to sample or
+        hand out raw, or vectors ``[r, hidden]`` of :meth:`pool`."""
 
-    def embed(self, name: str, *, scale: float) -> torch.Tensor:
-        """``[n, hidden]``: rows of the table at the step's token ids, times ``scale``."""
-        rows = self._weights[f"{name}.weight"][self._step.token_ids]
+    def embed(self, name: str, *, scale: float, by: Index = "token") -> torch.Tensor:
+        """``[n, hidden]``: rows of the table at the step's token ids or positions, times ``scale``."""
+        ids = self._step.token_ids if by == "token" else self._step.positions
+        rows = self._weights[f"{name}.weight"][ids]
         return rows if scale == 1.0 else rows * scale
 
     def norm(self, x: torch.Tensor, name: str, spec: NormSpec) -> torch.Tensor:
@@ -88,7 +91,7 @@ class TorchOps:
             slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
             keys, values = self._kv.read(layer, slots)
             query_positions = torch.arange(first, context, device=q.device)[:, None]
-            visible = positions <= query_positions
+            visible = (positions <= query_positions) | (not spec.causal)
             if spec.window is not None:
                 visible &= positions > query_positions - spec.window
             out[start:end] = _attend(queries[start:end], keys, values, visible, spec)
@@ -96,9 +99,13 @@ class TorchOps:
 
     def glu(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """``activation(gate) * up``."""
+        return self.activate(gate, activation) * up
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """``activation(x)``."""
         if activation == "silu":
-            return F.silu(gate) * up
-        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+            return F.silu(x)
+        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Elementwise sum."""
@@ -114,7 +121,14 @@ class TorchOps:
 
     def sample(self, logits: torch.Tensor) -> None:
         """End the step: keep the logits for the runner."""
-        self.logits = logits
+        self.output = logits
+
+    def pool(self, x: torch.Tensor, spec: EncoderSpec) -> None:
+        """End the step: keep one vector per sequence, in float32."""
+        starts = self._step.query_start
+        parts = [x[a:b].float() for a, b in pairwise(starts)]
+        rows = torch.stack([part.mean(0) if spec.pooling == "mean" else part[0] for part in parts])
+        self.output = F.normalize(rows, dim=-1) if spec.normalize else rows
 
     def _cos_sin(self, spec: RopeSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """``[n, 1, dim / 2]`` each, float32; angles in float64, for positions go to the hundred thousands."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import headrace
-from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, StepResult
+from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, StepResult, pooled
 from headrace.backend.runner import Capabilities, RunnerSettings
 from headrace.backend.sampling import sample
 from headrace.backend.torch.device import compute_dtype, device_name, free_bytes, open_device, to_torch
@@ -20,7 +20,7 @@ from headrace.backend.torch.step import TorchStep
 from headrace.errors import EngineDeadError, InvalidRequestError, ModelFormatError, OutOfMemoryError
 from headrace.model.architecture import Architecture
 from headrace.model.checkpoint import Checkpoint
-from headrace.model.decoder import decode
+from headrace.model.network import run
 from headrace.model.weights.tensor_shapes import expected_shapes
 
 
@@ -58,11 +58,17 @@ class TorchRunner:
         )
 
     def run(self, batch: Batch) -> StepResult:
-        """Execute one step and sample its logit rows."""
-        return sample(self.logits(batch), batch.sampling)
+        """Execute one step and sample its logit rows, or pool its sequences."""
+        output = self.logits(batch)
+        if self.architecture.encoder is not None:
+            return pooled(output)
+        return sample(output, batch.sampling)
 
     def logits(self, batch: Batch) -> Float32:
-        """Execute one step without sampling: the raw logits ``[m, vocab]`` of its logit rows."""
+        """Execute one step without sampling: the raw logits ``[m, vocab]`` of its logit rows.
+
+        Of an encoder: its sequences' vectors ``[r, hidden]``.
+        """
         if self._kv is None:
             raise EngineDeadError("The runner is closed.")
         return self._forward(TorchStep.from_batch(batch, self._device), self._kv)
@@ -88,9 +94,9 @@ class TorchRunner:
             raise EngineDeadError("The runner is closed.")
         with torch.inference_mode():
             ops = TorchOps(self._weights, kv, step)
-            decode(ops, self.architecture)
-            assert ops.logits is not None  # every definition ends in sample
-            rows: Float32 = ops.logits.float().cpu().numpy()
+            run(ops, self.architecture)
+            assert ops.output is not None  # every definition ends in sample or pool
+            rows: Float32 = ops.output.float().cpu().numpy()
         return np.ascontiguousarray(rows)
 
     def _new_kv(self, num_blocks: int) -> TorchKV:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.model.architecture import (
-    Activation,
     Architecture,
     AttentionSpec,
     FeedForwardSpec,
@@ -20,7 +19,8 @@ from headrace.model.architecture import (
     NormSpec,
     RopeSpec,
 )
-from headrace.model.weights.hf_keys import Keys
+from headrace.model.weights.bert import bert_architecture
+from headrace.model.weights.hf_keys import ACTIVATIONS, Keys
 from headrace.model.weights.hf_rope import rope_from_hf, rope_of_section
 
 
@@ -59,13 +59,6 @@ _FAMILIES = {
     ),
 }
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
-_ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu": "gelu",
-}
 
 
 def architecture_from_hf(config: dict[str, Any]) -> Architecture:
@@ -85,9 +78,11 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
             tied = keys.flag("tie_word_embeddings", True)
         keys = keys.section("text_config")
         model_type = keys.text("model_type", "gemma3_text")
+    if model_type == "bert":
+        return bert_architecture(keys)
     family = _FAMILIES.get(model_type)
     if family is None:
-        known = ", ".join([*_FAMILIES, "gemma3"])
+        known = ", ".join([*_FAMILIES, "gemma3", "bert"])
         raise keys.wrong(
             "model_type", f"is {model_type!r}, which is not supported; it must be one of {known}"
         )
@@ -123,12 +118,12 @@ def _layers(
     bias = family.attention_bias_key and keys.flag("attention_bias", False)
     act_key = "hidden_activation" if family.gemma else "hidden_act"
     act_name = keys.text(act_key, "gelu_pytorch_tanh" if family.gemma else "silu")
-    if act_name not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
+    if act_name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
         raise keys.wrong(act_key, f"is {act_name!r}, which is not supported; it must be one of {known}")
     feed_forward = FeedForwardSpec(
         width=keys.integer("intermediate_size", high=2**24),
-        activation=_ACTIVATIONS[act_name],
+        activation=ACTIVATIONS[act_name],
         bias=family.mlp_bias_key and keys.flag("mlp_bias", False),
     )
     if family.gemma and keys.flag("use_bidirectional_attention", False):

@@ -1,4 +1,4 @@
-"""Typed access to the keys of a parsed ``config.json``: every complaint names the key."""
+"""Typed access to the keys of a parsed ``config.json`` or its like: every complaint names file and key."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import ModelFormatError
+from headrace.model.architecture import Activation
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+}
+"""Hugging Face names of the activations that there are."""
 
 
 class Keys:
@@ -16,12 +26,13 @@ class Keys:
     raise ModelFormatError.
     """
 
-    def __init__(self, values: object, path: str = "") -> None:
+    def __init__(self, values: object, path: str = "", *, file: str = "config.json") -> None:
         if not isinstance(values, Mapping):
             name = f"'{path[:-1]}'" if path else "the whole"
-            raise ModelFormatError(f"config.json: {name} must be a JSON object, not {_show(values)}.")
+            raise ModelFormatError(f"{file}: {name} must be a JSON object, not {_show(values)}.")
         self._values: Mapping[str, Any] = values
         self._path = path
+        self._file = file
 
     def has(self, key: str) -> bool:
         """Whether the key is there and not ``null``."""
@@ -33,7 +44,7 @@ class Keys:
 
     def wrong(self, key: str, problem: str) -> ModelFormatError:
         """An error about ``key`` for the caller to raise."""
-        return ModelFormatError(f"config.json: '{self._path}{key}' {problem}.")
+        return ModelFormatError(f"{self._file}: '{self._path}{key}' {problem}.")
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = 2**31 - 1) -> int:
         """An integer within ``low..high``."""
@@ -82,7 +93,7 @@ class Keys:
 
     def section(self, key: str) -> Keys:
         """The object under ``key``."""
-        return Keys(self._get(key, None), f"{self._path}{key}.")
+        return Keys(self._get(key, None), f"{self._path}{key}.", file=self._file)
 
     def _get(self, key: str, default: object) -> Any:
         value = self._values.get(key)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from headrace.errors import ModelFormatError
 from headrace.model.architecture import Architecture
-from headrace.model.checkpoint import Dense, Tensor
+from headrace.model.checkpoint import Dense, Tensor, as_float32
+from headrace.model.weights import bert
 from headrace.model.weights.hf_config import architecture_from_hf
+from headrace.model.weights.json_file import read_json
 from headrace.model.weights.load_quantization import Quantization, narrow
 from headrace.model.weights.pickles import PICKLE_SUFFIXES, pickle_refusal
 from headrace.model.weights.safetensors_file import READABLE, Entry, SafetensorsFile
 from headrace.model.weights.tensor_shapes import expected_shapes
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_JSON_BYTES = 100_000_000
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _COMPUTED = ".rotary_emb.inv_freq"  # a buffer that old exporters saved along; the network computes it
@@ -54,16 +55,20 @@ class SafetensorsCheckpoint:
     def __init__(self, path: Path, *, quantization: Quantization | None = None) -> None:
         self.path = path
         self._quantization = quantization
-        config = _read_json(path / "config.json")
+        config = read_json(path / "config.json")
         if config.get("quantization_config") is not None:
             raise ModelFormatError(
                 "config.json: 'quantization_config': checkpoints that are quantised already are not read "
                 "from safetensors; use the unquantised release with load-time quantisation, or a GGUF file."
             )
-        self.architecture: Architecture = architecture_from_hf(config)
+        self.architecture: Architecture = bert.with_sentence_modules(architecture_from_hf(config), path)
         files = _weight_files(path)
         self._sources = [path / "config.json", *files]
-        self._tensors = _match(self.architecture, _collect(files))
+        tensors = _collect(files)
+        self._tensors = _match(self.architecture, tensors)
+        self._token_types = None
+        if self.architecture.encoder is not None:
+            self._token_types = _token_types(self.architecture, tensors)
 
     def names(self) -> tuple[str, ...]:
         """Canonical names of all tensors, in file order."""
@@ -79,11 +84,17 @@ class SafetensorsCheckpoint:
         if self.architecture.family == "gemma3" and "norm" in name:
             # HF Gemma stores weight - 1; in float32, as its own implementation adds it
             return np.asarray(dense, dtype=np.float32) + np.float32(1)
+        if name == "position_embed.weight" and self._token_types is not None:
+            # A text by itself is all of token type 0: its row is part of every position's.
+            types, types_name = self._token_types
+            return as_float32(dense) + as_float32(types.read(types_name)[:1])
         return narrow(name, dense, self._quantization)
 
     def fingerprint(self) -> str:
         """Identifies the source cheaply: size, mtime, inode of every file, and the load-time quantisation."""
         digest = hashlib.sha256(repr(self._quantization).encode())
+        if self.architecture.encoder is not None:  # read from further files: equal ones give equal vectors
+            digest.update(repr(self.architecture.encoder).encode())
         for source in self._sources:
             stat = source.stat()
             digest.update(f"|{source.name}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}".encode())
@@ -98,16 +109,16 @@ def _match(
     A tensor too many inside the network (a bias that config.json denies, a layer beyond the last) means that
     config.json describes another network: running it would yield fluent nonsense.
     """
-    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in tensors), None)
+    naming = _naming(architecture)
+    prefix = next((p for p in naming.prefixes if p + naming.embedding in tensors), None)
     if prefix is None:
-        raise ModelFormatError("The checkpoint has no tensor 'model.embed_tokens.weight'.")
-    post_norms = any(layer.post_norms for layer in architecture.layers)
+        raise ModelFormatError(f"The checkpoint has no tensor '{naming.prefixes[0]}{naming.embedding}'.")
     canonical: dict[str, str] = {}
     for name, shape in expected_shapes(architecture).items():
         if name == "head.weight":
             hf_name = next((head for head in _HEADS if head in tensors), _HEADS[0])
         else:
-            hf_name = prefix + _hf_name(name, post_norms)
+            hf_name = prefix + naming.hf_name(name)
         if hf_name not in tensors:
             hint = " ('tie_word_embeddings' is false)" if name == "head.weight" else ""
             raise ModelFormatError(f"The checkpoint has no tensor {hf_name!r}{hint}.")
@@ -122,10 +133,46 @@ def _match(
             )
         canonical[hf_name] = name
     for hf_name in tensors:
-        inside = hf_name.startswith(f"{prefix}layers.")
+        inside = hf_name.startswith(prefix + naming.layers)
         if inside and hf_name not in canonical and not hf_name.endswith(_COMPUTED):
             raise ModelFormatError(f"Tensor {hf_name!r} has no place in the network of config.json.")
     return {canonical[name]: (file, name) for name, (file, _) in tensors.items() if name in canonical}
+
+
+class _Naming(NamedTuple):
+    """How a family's checkpoints name tensors, after a prefix by which the embedding is found."""
+
+    prefixes: tuple[str, ...]
+    embedding: str
+    layers: str  # how the names of layers' tensors begin
+    hf_name: Callable[[str], str]  # of a canonical name
+
+
+def _naming(architecture: Architecture) -> _Naming:
+    if architecture.encoder is not None:
+        return _Naming(bert.PREFIXES, bert.EMBEDDING, bert.LAYERS, bert.hf_name)
+    post_norms = any(layer.post_norms for layer in architecture.layers)
+    return _Naming(_PREFIXES, "embed_tokens.weight", "layers.", lambda name: _hf_name(name, post_norms))
+
+
+def _token_types(
+    architecture: Architecture, tensors: dict[str, tuple[SafetensorsFile, Entry]]
+) -> tuple[SafetensorsFile, str]:
+    """Where the table of token types is: it is no part of the network, but of its position table."""
+    found = next((p + bert.TOKEN_TYPES for p in bert.PREFIXES if p + bert.TOKEN_TYPES in tensors), None)
+    if found is None:
+        raise ModelFormatError(f"The checkpoint has no tensor {bert.TOKEN_TYPES!r}.")
+    file, entry = tensors[found]
+    if len(entry.shape) != 2 or entry.shape[0] < 1 or entry.shape[1] != architecture.hidden_size:
+        raise ModelFormatError(
+            f"Tensor {found!r} is {list(entry.shape)}, but config.json makes it rows of "
+            f"{architecture.hidden_size}."
+        )
+    if entry.dtype not in READABLE:
+        raise ModelFormatError(
+            f"Tensor {found!r} is {entry.dtype}; weights must be one of {', '.join(READABLE)}."
+        )
+    return file, found
 
 
 def _hf_name(name: str, post_norms: bool) -> str:
@@ -173,7 +220,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed_files(folder: Path) -> list[Path]:
-    weight_map = _read_json(folder / _INDEX).get("weight_map")
+    weight_map = read_json(folder / _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFormatError(f"{_INDEX}: 'weight_map' must be an object of tensor names and file names.")
     files: dict[str, Path] = {}
@@ -187,21 +234,3 @@ def _indexed_files(folder: Path) -> list[Path]:
         if not path.is_file():
             raise ModelFormatError(f"{_INDEX} names {name}, which is missing: pull the model again.")
     return [files[name] for name in sorted(files)]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelFormatError(
-                f"{path.name} is over {_MAX_JSON_BYTES} bytes: not a description of a model."
-            )
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelFormatError(
-            f"{path.parent.name} has no readable {path.name}: {error.strerror}."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{path.name} is not valid JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{path.name} must be a JSON object.")
-    return value

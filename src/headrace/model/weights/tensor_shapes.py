@@ -15,6 +15,9 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     for index, layer in enumerate(architecture.layers):
         for name, shape in _layer_shapes(layer, hidden).items():
             shapes[f"layers.{index}.{name}"] = shape
+    if architecture.encoder is not None:
+        shapes["position_embed.weight"] = (architecture.max_positions, hidden)
+        return shapes | _norm_shapes("embed_norm", architecture.final_norm.kind, hidden)
     shapes |= _norm_shapes("final_norm", architecture.final_norm.kind, hidden)
     if not architecture.tied_head:
         shapes["head.weight"] = (architecture.vocab_size, hidden)
@@ -26,15 +29,17 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     q_width = attention.heads * attention.head_dim
     kv_width = attention.kv_heads * attention.head_dim
     shapes = _norm_shapes("attention_norm", layer.norm.kind, hidden)
-    for name, out, into, bias in (
+    linears = [
         ("attention.q", q_width, hidden, attention.qkv_bias),
         ("attention.k", kv_width, hidden, attention.qkv_bias),
         ("attention.v", kv_width, hidden, attention.qkv_bias),
         ("attention.o", hidden, q_width, attention.out_bias),
-        ("feed_forward.gate", feed_forward.width, hidden, feed_forward.bias),
         ("feed_forward.up", feed_forward.width, hidden, feed_forward.bias),
         ("feed_forward.down", hidden, feed_forward.width, feed_forward.bias),
-    ):
+    ]
+    if feed_forward.gated:
+        linears.append(("feed_forward.gate", feed_forward.width, hidden, feed_forward.bias))
+    for name, out, into, bias in linears:
         shapes[f"{name}.weight"] = (out, into)
         if bias:
             shapes[f"{name}.bias"] = (out,)
