@@ -13,8 +13,9 @@ _MAX_DEPTH = 256
 class CallScanner:
     """Takes an object's characters as they come and gives the arguments on as they stand.
 
-    ``name`` once known; ``broken`` if it is no call of ``names`` after all; ``done`` with the closing brace. Arguments
-    that come before the name are held back until it is there; a string of JSON for arguments is unwrapped.
+    ``name`` once known; ``broken`` if it is no call of ``names`` after all; ``done`` with the closing brace.
+    Arguments that come before the name are held back until it is there; a string of JSON for arguments is
+    unwrapped.
     """
 
     def __init__(self, names: Collection[str]) -> None:
