@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find src native -type f ! -name '*.pyc') CMakeLists.txt pyproject.toml README.md LICENSE
 NATIVE := $(wildcard native/*.cpp native/*.h)
 
-.PHONY: help install serve test check format wheel clean
+.PHONY: help install serve test check format sanitize wheel clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -24,6 +24,7 @@ help:
 	@echo 'make test      install what the tests need, check the code, run every test'
 	@echo 'make check     formatting, lint and types only'
 	@echo 'make format    rewrite the sources in the agreed formatting'
+	@echo 'make sanitize  the native tests under AddressSanitizer with UBSan, then ThreadSanitizer (gcc)'
 	@echo 'make wheel     build one wheel into dist/'
 	@echo 'make clean     remove everything that was built, $(VENV) included'
 
@@ -78,6 +79,24 @@ test: check
 	  HEADRACE_ISA=$$isa $(BIN)/python -m pytest -q -m native tests || exit 1; \
 	done
 	$(BIN)/python -m pytest tests
+
+# A copy of the package with a sanitized native module, in front of the installed one. Python itself is not
+# instrumented: leaks are its own affair, and ThreadSanitizer sees only what the native threads do.
+BACKEND_TESTS := $(wildcard tests/backend/test_cpu_[pqmraw]*.py) $(wildcard tests/backend/test_sampling*.py)
+sanitize: $(STAMPS)/dev
+	set -e; for kind in address thread; do \
+	  build=build/sanitize-$$kind; all=$$kind; tests='$(BACKEND_TESTS)'; \
+	  if [ $$kind = address ]; then all=address,undefined; else tests=tests/backend/test_cpu_threads.py; fi; \
+	  $(BIN)/cmake -S . -B $$build -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DHEADRACE_SANITIZE=$$all >/dev/null; \
+	  $(BIN)/cmake --build $$build; \
+	  rm -rf $$build/src && mkdir $$build/src && cp -r src/headrace $$build/src && \
+	    cp $$build/_native*.so $$build/src/headrace/backend/cpu/; \
+	  runtime=$$($${CXX:-c++} -print-file-name=lib$$(echo $$kind | cut -c1)san.so); \
+	  LD_PRELOAD="$$runtime $$($${CXX:-c++} -print-file-name=libstdc++.so.6)" PYTHONPATH=$$build/src \
+	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=exitcode=66 \
+	    $(BIN)/python -m pytest -q $$tests; \
+	done
 
 wheel: $(STAMPS)/build-tools
 	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .

@@ -59,13 +59,19 @@ HR_INLINE void weigh_values(float* const* acc, const Factor (*p)[kTile], const u
       store(acc[i] + d + 16 * c, a[i][c]);
 }
 
+template <int NQ>
+inline void weigh(float* const* acc, const Factor (*p)[kTile], const uint16_t* const* values, int head_dim,
+                  int padded, int begin, int end) {
+  if (begin >= end) return;
+  int d = 0;
+  for (; d + 64 <= padded; d += 64) weigh_values<NQ, 4>(acc, p, values, head_dim, d, begin, end);
+  for (; d < padded; d += 16) weigh_values<NQ, 1>(acc, p, values, head_dim, d, begin, end);
+}
+
 // Turns one vector's scores into weights and folds them into its state. [begin, end) is what it may see.
 HR_INLINE void soften(float* scores, Factor* weights, int begin, int end, float softcap, State s, int vector,
                       int padded) {
-  if (begin >= end) {
-    for (int b = 0; b < kTileBlocks; ++b) store_factors(weights + 16 * b, zero());
-    return;
-  }
+  if (begin >= end) return;
   const Vec masked = set1(-INFINITY);
   Vec top = masked;
   for (int b = 0; b < kTileBlocks; ++b) {
@@ -109,19 +115,24 @@ HR_INLINE void attend_tile(const Factor* const* q, const uint16_t* const* keys, 
   for (; b < blocks; ++b) score_blocks<NQ, 1>(q, keys, head_dim, scores, b);
   for (; b < kTileBlocks; ++b)
     for (int i = 0; i < NQ; ++i) store(scores[i] + 16 * b, zero());
-  int from = kTile, to = 0;
+  // Each vector adds the values that it sees and no others, in order: what all of them see together, the
+  // edges alone. (A weight of zero would not keep a neighbour's NaN out.) Pairs of slots stay whole.
+  int from = 0, to = kTile;
   float* acc[NQ];
   for (int i = 0; i < NQ; ++i) {
     soften(scores[i], weights[i], begin[i], end[i], softcap, s, first_vector + i, padded);
-    if (begin[i] < end[i]) {
-      from = begin[i] < from ? begin[i] : from;
-      to = end[i] > to ? end[i] : to;
-    }
+    from = begin[i] > from ? begin[i] : from;
+    to = end[i] < to ? end[i] : to;
     acc[i] = s.acc + static_cast<size_t>(first_vector + i) * padded;
   }
-  int d = 0;
-  for (; d + 64 <= padded; d += 64) weigh_values<NQ, 4>(acc, weights, values, head_dim, d, from, to);
-  for (; d < padded; d += 16) weigh_values<NQ, 1>(acc, weights, values, head_dim, d, from, to);
+  from = (from + 1) & ~1;
+  to &= ~1;
+  if (from >= to) from = to = kTile;
+  for (int i = 0; i < NQ; ++i)
+    weigh<1>(acc + i, weights + i, values, head_dim, padded, begin[i], end[i] < from ? end[i] : from);
+  weigh<NQ>(acc, weights, values, head_dim, padded, from, to);
+  for (int i = 0; i < NQ; ++i)
+    weigh<1>(acc + i, weights + i, values, head_dim, padded, begin[i] > to ? begin[i] : to, end[i]);
 }
 
 HR_INLINE void clear(State s, int vectors, int padded) {

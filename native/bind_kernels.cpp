@@ -135,6 +135,7 @@ void softcap(const std::string& isa, OutMatrix<float> x, float cap) {
 void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads, Matrix<float> angles,
           float scale, nb::ndarray<uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> kv,
           Vector<int32_t> slots) {
+  expect(heads >= 1 && kv_heads >= 1, "rope: no heads");
   const int head_dim = static_cast<int>(qkv.shape(1)) / (heads + 2 * kv_heads);
   expect(static_cast<size_t>(head_dim) * (heads + 2 * kv_heads) == qkv.shape(1),
          "rope: width is not whole heads");
@@ -164,6 +165,8 @@ void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads,
 void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads, Vector<uint16_t> kv,
                Vector<int32_t> table, Vector<int32_t> positions, int window, float cap, OutMatrix<float> out,
                int length) {
+  expect(heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0 && heads / kv_heads <= kMaxQueryVectors,
+         "attention: heads");
   const int head_dim = static_cast<int>(q.shape(1)) / heads;
   const size_t block = static_cast<size_t>(32) * kv_heads * head_dim;
   expect(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1) && positions.shape(0) == q.shape(0),

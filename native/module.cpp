@@ -141,8 +141,14 @@ NB_MODULE(_native, m) {
            nb::arg("instructions"), nb::kw_only(), nb::arg("max_tokens"), nb::arg("max_sequences"),
            nb::arg("max_logit_rows"), nb::arg("max_positions"), nb::arg("vocab"), nb::arg("block_bytes"),
            nb::arg("isa"), nb::arg("threads"))
-      .def("bind", &BoundProgram::bind, nb::arg("bases"))
-      .def("run", &BoundProgram::run)
+      .def("bind", &BoundProgram::bind, nb::arg("bases").noconvert())
+      // A converted copy of an array would be cut to 32 bits, or take the results with it.
+      .def("run", &BoundProgram::run, nb::arg("token_ids").noconvert(), nb::arg("positions").noconvert(),
+           nb::arg("query_start").noconvert(), nb::arg("context_len").noconvert(),
+           nb::arg("slot_mapping").noconvert(), nb::arg("block_tables").noconvert(),
+           nb::arg("logit_rows").noconvert(), nb::arg("sampling"), nb::arg("token_id_out").noconvert(),
+           nb::arg("logprob_out").noconvert(), nb::arg("top_id_out").noconvert(),
+           nb::arg("top_logprob_out").noconvert(), nb::arg("failed_out").noconvert())
       .def("set_profiling", &BoundProgram::set_profiling, nb::arg("on"))
       .def("take_profile", &BoundProgram::take_profile)
       .def_prop_ro("threads", &BoundProgram::threads)

@@ -14,8 +14,8 @@ Pool::Pool(int threads) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stop_ = true;
+      epoch_.fetch_add(1, std::memory_order_release);  // outside the lock, a worker could miss it and sleep
     }
-    epoch_.fetch_add(1);
     wake_.notify_all();
     for (auto& worker : workers_) worker.join();
     throw;

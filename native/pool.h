@@ -24,7 +24,7 @@ class Barrier {
   explicit Barrier(int threads) : threads_(threads) {}
   void wait() {
     if (threads_ == 1) return;
-    const int phase = phase_.load(std::memory_order_relaxed);
+    const unsigned phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
       arrived_.store(0, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
@@ -42,7 +42,7 @@ class Barrier {
  private:
   const int threads_;
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> phase_{0};
+  alignas(64) std::atomic<unsigned> phase_{0};  // wraps
 };
 
 // A fixed team: run(f) calls f(0) on the caller and f(1) … f(n - 1) on the workers, and returns when all are

@@ -9,51 +9,20 @@ namespace headrace {
 namespace {
 
 constexpr int kRowBlock = 96;  // rows of activations that stay in cache while weights stream past
-
-[[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
-
-int64_t matmul_bytes(const WeightFormat& f, int64_t n, int64_t k) {
-  const int64_t tiles = (n + 15) / 16;
-  if (f.dense()) return tiles * 16 * k * (f.kind == WeightFormat::kF32 ? 4 : 2);
-  return tiles * (k / 32) * static_cast<int64_t>(f.tile_bytes());
-}
-
-void check_format(const WeightFormat& f) {
-  if (f.kind < WeightFormat::kU4 || f.kind > WeightFormat::kF32) reject("unknown weight format");
-  if (f.dense()) return;
-  if ((f.scale_bytes != 2 && f.scale_bytes != 4) || (f.group != 16 && f.group != 32))
-    reject("malformed weight format");
-  if (f.kind == WeightFormat::kU4 && f.group != 32) reject("4-bit codes come in groups of 32");
-  if (f.zero_point < 0 || f.zero_point > 255) reject("zero point outside of 0..255");
-}
-
 }  // namespace
 
 Program::Program(std::vector<Instruction> instructions, Limits limits, const Kernels& kernels, int threads)
     : instructions_(std::move(instructions)),
-      limits_(std::move(limits)),
+      limits_(checked(std::move(limits), threads)),
       kernels_(kernels),
       pool_(threads),
       barrier_(threads),
       claims_(new Claim[instructions_.size()]) {
   int largest_head = 16;
   for (const Instruction& in : instructions_) {
-    if (in.op < 0 || in.op >= kOpCount) reject("unknown instruction");
-    if (in.kv_group < 0 || in.kv_group >= limits_.kv_groups)
-      reject("instruction names a KV group that is not there");
-    if (in.op == kMatmul || in.op == kEmbed) check_format(in.format);
-    if (in.op == kMatmul && !in.format.dense() && in.i1 % 32 != 0)
-      reject("quantised inputs must be padded to 32");
-    if (in.op == kAttention || in.op == kRope) {
-      if (in.heads < 1 || in.kv_heads < 1 || in.head_dim < 1 || in.heads % in.kv_heads != 0)
-        reject("malformed heads");
-      if (in.head_dim % 2 != 0) reject("an odd head_dim");
-      if (in.heads / in.kv_heads > kMaxQueryVectors) reject("more than 64 query heads per KV head");
-      const int64_t part = in.kv_offset + int64_t{4} * 16 * in.kv_heads * in.head_dim;
-      if (in.kv_offset < 0 || part > limits_.block_bytes[in.kv_group])
-        reject("layer lies outside of its KV block");
+    check_instruction(in);
+    if (in.op == kAttention || in.op == kRope)
       largest_head = std::max(largest_head, (in.head_dim + 15) / 16 * 16);
-    }
     if (in.op == kAttention) {
       const int rows = attention_rows_per_unit(in.heads / in.kv_heads);
       if (std::find(unit_rows_.begin(), unit_rows_.end(), rows) == unit_rows_.end())
@@ -71,100 +40,13 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
 
 void Program::bind(std::vector<uint8_t*> bases, std::vector<int64_t> sizes) {
   if (bases.size() != sizes.size() || bases.size() != static_cast<size_t>(kKv + limits_.kv_groups))
-    reject("bases: expected weights, scratch and one per KV group");
-  const auto check = [&](const Operand& o, int64_t bytes, const char* what) {
-    if (o.base < 0) return;
-    if (o.base >= kKv || o.offset < 0 || bytes < 0 || o.offset > sizes[o.base] ||
-        bytes > sizes[o.base] - o.offset)
-      reject(std::string("operand outside of its base: ") + what);
-  };
-  for (const Instruction& in : instructions_) {
-    const int64_t rows = in.logit_rows ? limits_.max_logit_rows : limits_.max_tokens;
-    const int64_t out_rows = in.op == kPool ? limits_.max_sequences : rows;
-    const auto require = [&](const Operand& o, const char* what) {
-      if (o.base < 0) reject(std::string("missing operand: ") + what);
-    };
-    if (in.op != kSoftcap && in.op != kRope && in.op != kEmbed && in.op != kAngles) require(in.in, "in");
-    if (in.op != kSample) require(in.out, "out");
-    if (in.op == kEmbed || in.op == kAngles || in.op == kNorm || in.op == kMatmul)
-      require(in.weight, "weight");
-    check(in.in, in.in_stride * (in.op == kNorm && in.i2 ? int64_t{limits_.max_tokens} : rows), "in");
-    check(in.out, in.out_stride * out_rows, "out");
-    if (in.op == kPool && int64_t{in.i0} * 4 > std::min(in.in_stride, in.out_stride))
-      reject("pooled rows are wider than their buffers");
-    if (in.op == kEmbed)
-      check(in.weight, matmul_bytes(in.format, in.i2 ? limits_.max_positions : limits_.vocab, in.i1),
-            "embedding");
-    if (in.op == kMatmul) {
-      check(in.weight, matmul_bytes(in.format, in.i0, in.i1), "matrix");
-      check(in.weight2, int64_t{in.i0} * 4, "bias");
-    }
-    if (in.op == kNorm) {
-      check(in.weight, int64_t{in.i0} * 4, "norm");
-      check(in.weight2, int64_t{in.i0} * 4, "norm bias");
-    }
-    if (in.op == kAngles) check(in.weight, int64_t{in.i0} * 4, "frequencies");
-    if (in.op == kRope) {
-      check(in.weight, int64_t{in.head_dim} * 4, "q norm");
-      check(in.weight2, int64_t{in.head_dim} * 4, "k norm");
-    }
-    if (in.op == kNorm || in.op == kGlu)
-      check(in.out2, static_cast<int64_t>(QuantRow::bytes((in.i0 + 31) / 32 * 32)) * rows, "quantised");
-  }
+    throw std::invalid_argument("bases: expected weights, scratch and one per KV group");
+  for (const uint8_t* base : bases)
+    if (reinterpret_cast<uintptr_t>(base) % 8 != 0)
+      throw std::invalid_argument("bases: must be aligned to 8 bytes");
+  for (const Instruction& in : instructions_) check_operands(in, sizes);
   bases_ = std::move(bases);
   sizes_ = std::move(sizes);
-}
-
-void Program::check_batch(const BatchView& b) const {
-  if (bases_.empty()) reject("the program has no bases bound");
-  if (b.tokens < 1 || b.tokens > limits_.max_tokens) reject("batch: number of tokens outside of the limits");
-  if (b.sequences < 1 || b.sequences > limits_.max_sequences)
-    reject("batch: number of sequences outside of the limits");
-  if (b.logit_rows < 0 || b.logit_rows > limits_.max_logit_rows) reject("batch: too many logit rows");
-  if (b.query_start[0] != 0 || b.query_start[b.sequences] != b.tokens)
-    reject("batch: query_start does not cover the tokens");
-  for (int i = 0; i < b.tokens; ++i) {
-    if (b.token_ids[i] < 0 || b.token_ids[i] >= limits_.vocab)
-      reject("batch: token id outside of the vocabulary");
-    if (b.positions[i] < 0 || b.positions[i] >= limits_.max_positions)
-      reject("batch: position outside of the context");
-  }
-  for (int i = 0; i < b.logit_rows; ++i)
-    if (b.logit_row_ids[i] < 0 || b.logit_row_ids[i] >= b.tokens)
-      reject("batch: logit row is not one of the tokens");
-  for (int g = 0; g < limits_.kv_groups; ++g) {
-    const int64_t blocks =
-        (sizes_[kKv + g] - 64) / limits_.block_bytes[g];  // 64 spare bytes: vector loads may overrun
-    for (int i = 0; i < b.tokens; ++i)
-      if (b.slot_mapping[g][i] < 0 || b.slot_mapping[g][i] >= blocks * 16)
-        reject("batch: slot outside of the KV pool");
-    for (int s = 0; s < b.sequences; ++s) {
-      const int begin = b.query_start[s], end = b.query_start[s + 1];
-      if (begin >= end) reject("batch: a sequence without tokens");
-      for (int i = begin + 1; i < end; ++i)
-        if (b.positions[i] != b.positions[i - 1] + 1)
-          reject("batch: positions of a sequence must be consecutive");
-      const int needed = b.positions[end - 1] / 16 + 1;
-      if (needed > b.table_widths[g]) reject("batch: block table is too short for its positions");
-      const int32_t* table = b.block_tables[g] + static_cast<size_t>(s) * b.table_widths[g];
-      for (int i = 0; i < needed; ++i)
-        if (table[i] < 0 || table[i] >= blocks) reject("batch: block outside of the KV pool");
-    }
-  }
-  const SamplingArrays& t = b.sampling;
-  if (b.logit_rows > 0) {
-    if (t.seen_start[0] != 0 || t.bias_start[0] != 0) reject("batch: sampling table offsets must start at 0");
-    for (int i = 0; i < b.logit_rows; ++i) {
-      if (t.seen_start[i + 1] < t.seen_start[i] || t.bias_start[i + 1] < t.bias_start[i])
-        reject("batch: sampling table offsets must ascend");
-      for (int j = t.seen_start[i]; j < t.seen_start[i + 1]; ++j)
-        if (t.seen_ids[j] < 0 || t.seen_ids[j] >= limits_.vocab)
-          reject("batch: seen id outside of the vocabulary");
-      for (int j = t.bias_start[i]; j < t.bias_start[i + 1]; ++j)
-        if (t.bias_ids[j] < 0 || t.bias_ids[j] >= limits_.vocab)
-          reject("batch: bias id outside of the vocabulary");
-    }
-  }
 }
 
 void Program::plan_units(const BatchView& b) {

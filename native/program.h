@@ -13,6 +13,8 @@
 
 namespace headrace {
 
+constexpr int kMaxThreads = 256;
+
 enum Base : int32_t { kWeights = 0, kScratch = 1, kKv = 2 };  // kKv + g: KV group g
 
 enum Op : int32_t {
@@ -83,7 +85,7 @@ struct ResultView {
 
 class Program {
  public:
-  // Throws std::invalid_argument when an instruction is malformed.
+  // Throws std::invalid_argument when the limits or an instruction are malformed.
   Program(std::vector<Instruction> instructions, Limits limits, const Kernels& kernels, int threads);
   // Throws std::invalid_argument when an operand would reach outside its base.
   void bind(std::vector<uint8_t*> bases, std::vector<int64_t> sizes);
@@ -105,6 +107,10 @@ class Program {
     std::atomic<int32_t> next{0};
   };
 
+  // program_check.cpp; all throw std::invalid_argument.
+  static Limits checked(Limits limits, int threads);
+  void check_instruction(const Instruction& in) const;
+  void check_operands(const Instruction& in, const std::vector<int64_t>& sizes) const;
   void check_batch(const BatchView& batch) const;
   void plan_units(const BatchView& batch);
   void execute(int thread, const BatchView& batch, const ResultView& result);

@@ -9,6 +9,8 @@ namespace {
 
 // A group is wide when its squared step is over kWideShare times the mean over the row's groups.
 constexpr float kWideShare = 2.0f;
+// Groups of nothing larger count as zeros: 127 / x must not overflow.
+constexpr float kSmallest = 1e-35f;
 
 HR_INLINE int32_t sum_bytes(const int8_t* q) {
   int32_t sum = 0;
@@ -43,13 +45,13 @@ HR_INLINE void quantise_row(const float* x, int width, uint8_t* out) {
     const Vec a = load(group(g)), b = load(group(g) + 16);
     const float largest = scales[g];
     const float poison = reduce_add(add(sub(a, a), sub(b, b)));  // 0, or NaN
-    const Vec inverse = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+    const Vec inverse = set1(largest > kSmallest ? 127.0f / largest : 0.0f);
     const Vec ya = mul(a, inverse), yb = mul(b, inverse);
     const IVec qa = round_to_int(ya), qb = round_to_int(yb);
     store_s8(q + 32 * g, qa);
     store_s8(q + 32 * g + 16, qb);
     int32_t first = sum_bytes(q + 32 * g), second = sum_bytes(q + 32 * g + 16);
-    float scale = largest / 127.0f + poison;
+    float scale = (largest > kSmallest ? largest / 127.0f : 0.0f) + poison;
     if (largest * largest > limit) {
       wide[g / 64] |= uint64_t{1} << (g % 64);
       const Vec steps = set1(static_cast<float>(QuantRow::kWide));

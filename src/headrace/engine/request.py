@@ -89,7 +89,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     allowed_token_ids: list[int] | None = None  # nothing else is sampled
     bad_words: list[str] = msgspec.field(default_factory=list)  # the output never spells one of these
     include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True  # in the text
+    skip_special_tokens: bool = True  # read by the frontend: control tokens are no part of the text
     detokenize: bool = True  # False = token ids only
     truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1 = as many as fit
     structured_outputs: StructuredOutputs | None = None
@@ -135,8 +135,8 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     ``finish_reason``: None while running; ``stop`` (EOS or stop token, which is the last of token_ids, or
     a grammar that is complete), ``length``, ``abort`` or ``error`` (then ``error_*`` say why). Times are
-    time.monotonic() seconds. An embedding is one output: ``stop``, with ``vector``, at what stands as its
-    first token's time.
+    time.monotonic() seconds.
+    An embedding is one output: ``stop``, with ``vector``, at what stands as its first token's time.
     """
 
     request_id: str

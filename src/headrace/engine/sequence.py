@@ -164,10 +164,10 @@ class Sequence:
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         params = request.params
-        self.matcher = None if request.grammar is None else request.grammar.matcher()
         # Of the prompt's tokens from the second on, as far as computed; the first choice's stand for all.
         wanted = params.prompt_logprobs is not None and choice == 0
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
+        self.matcher = None if request.grammar is None else request.grammar.matcher()
         self._seen: SeenTokens | None = None
         if params.repetition_penalty != 1.0:
             self._seen = SeenTokens(prompt)
@@ -176,8 +176,8 @@ class Sequence:
         self._bias = _bias_arrays(params.logit_bias)
         banned = params.logit_bias | dict.fromkeys(request.ban_ids, -np.inf)
         self._bans = _bias_arrays(banned) if params.min_tokens > 0 else self._bias
-        shaped = (self._seen, self._bias, self._bans, self.prompt_logprobs, request.allowed, self.matcher)
-        self.is_plain = all(each is None for each in shaped) and not request.bad_words
+        shaped = (self._seen, self._bias, self._bans, self.prompt_logprobs, request.allowed)
+        self.is_plain = all(each is None for each in (*shaped, self.matcher)) and not request.bad_words
 
     @property
     def num_known_tokens(self) -> int:

@@ -135,14 +135,6 @@ def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> Non
             "Stop strings are looked for in text, which detokenize=False does not make: use stop_token_ids.",
             param="stop",
         )
-    if params.structured_outputs is not None:
-        if not isinstance(params.structured_outputs, StructuredOutputs):
-            raise InvalidRequestError(
-                "structured_outputs must be a StructuredOutputs, such as "
-                'StructuredOutputs(choice=["yes", "no"]).',
-                param="structured_outputs",
-            )
-        params.structured_outputs.source()
     if len(params.bad_words) > MAX_BAD_WORDS:
         raise InvalidRequestError(
             f"bad_words holds {len(params.bad_words)} words; at most {MAX_BAD_WORDS} are possible.",
@@ -162,6 +154,14 @@ def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> Non
                 "allowed_token_ids must not be empty; leave it out to allow every token.",
                 param="allowed_token_ids",
             )
+    if params.structured_outputs is not None:
+        if not isinstance(params.structured_outputs, StructuredOutputs):
+            raise InvalidRequestError(
+                "structured_outputs must be a StructuredOutputs, such as "
+                'StructuredOutputs(choice=["yes", "no"]).',
+                param="structured_outputs",
+            )
+        params.structured_outputs.source()
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     if not isinstance(params.logit_bias, dict):
         raise InvalidRequestError("logit_bias must map token ids to numbers.", param="logit_bias")

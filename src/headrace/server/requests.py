@@ -186,10 +186,10 @@ def decode(kind: type[R], body: bytes) -> R:
                 "`stream_options` needs `stream`: true; leave it out or stream", param="stream_options"
             )
         _check_stop(request.stop)
-        structured_outputs(request)
         _check_beams(request)
         if request.stream and request.prompt_logprobs is not None:
             raise _unsupported("prompt_logprobs", "them in streams; ask for the whole answer")
+        structured_outputs(request)
     if isinstance(request, ChatCompletionRequest):
         _check_chat(request)
     elif isinstance(request, CompletionRequest):
@@ -252,6 +252,8 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
 _NOT_WITH_BEAMS = (
     *("stream", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "bad_words", "allowed_token_ids"),
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "tools"),
 )
 
 

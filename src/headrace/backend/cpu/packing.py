@@ -33,6 +33,18 @@ class WeightFormat:
         """No scales: bf16 or float32, multiplied with float32 activations."""
         return self.kind >= BF16
 
+    def known(self) -> bool:
+        """Whether some kernel has it."""
+        if self.dense:
+            return self.kind <= F32
+        return (
+            self.kind >= U4
+            and self.scale_bytes in (2, 4)
+            and self.has_minimum in (0, 1)
+            and self.group in ((DEPTH,) if self.kind == U4 else (DEPTH // 2, DEPTH))
+            and 0 <= self.zero_point <= 255
+        )
+
     def tile_bytes(self) -> int:
         """Bytes of 16 outputs x 32 inputs."""
         if self.dense:
@@ -115,9 +127,10 @@ def _pad(a: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
 
 def _regroup(w: QuantTensor, name: str) -> QuantTensor:
     """What the kernels have: groups of 16 or 32 (larger repeat their scale), a zero point or a minimum."""
-    if w.minimum is not None and w.zero_point:
+    if (w.minimum is not None and w.zero_point) or not 0 <= w.zero_point <= 255:
         scale = w.scale.astype(np.float32)
-        minimum = w.minimum.astype(np.float32) - scale * np.float32(w.zero_point)
+        offset = np.float32(0) if w.minimum is None else w.minimum.astype(np.float32)
+        minimum = offset - scale * np.float32(w.zero_point)
         w = QuantTensor(w.codes, scale, w.bits, w.group_size, 0, minimum)
     if w.group_size in (16, 32):
         return w

@@ -388,9 +388,7 @@ class Recorder:
             if operand in ("input", "output") and row["op"] != Op.ANGLES:
                 row[f"{operand}_stride"] = buffer.row_bytes
         output = self.buffers[self.output]
-        # An operand that starts some columns in is checked for whole rows from there: keep one row of margin.
-        margin = max(buffer.row_bytes for buffer in self.buffers.values())
-        return Recording(np.stack(self.out), offset + margin, constants, output.offset, output.row_bytes)
+        return Recording(np.stack(self.out), offset, constants, output.offset, output.row_bytes)
 
 
 def _role(node: Node) -> str:

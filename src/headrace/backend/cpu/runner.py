@@ -18,7 +18,7 @@ from headrace.backend.cpu.instruction import INSTRUCTION
 from headrace.backend.cpu.recorder import kv_layer_bytes, record
 from headrace.backend.cpu.weights_file import packed_weights
 from headrace.backend.runner import Capabilities, RunnerSettings
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, EngineDeadError
 from headrace.model.checkpoint import Checkpoint
 
 MAX_THREADS = 256
@@ -92,6 +92,8 @@ class CpuRunner:
 
     def run(self, batch: Batch) -> StepResult:
         """One native call. Raises ValueError for a batch that points outside of the runner's memory."""
+        if self._program is None:
+            raise EngineDeadError("The runner is closed.")
         rows = len(batch.logit_rows)
         asked = batch.sampling.num_logprobs
         top = max(int(asked.max(initial=0)), 0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,14 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend.cpu.graph import Node
-from headrace.backend.cpu.packing import WeightFormat, pack
+from headrace.backend.cpu.packing import F32, WeightFormat, pack
 from headrace.errors import HeadraceError, ModelFormatError
 from headrace.model.checkpoint import Checkpoint, as_float32
+from headrace.model.weights.tensor_shapes import expected_shapes
 from headrace.paths import cache_dir
 
 PACKING_VERSION = 1
 _MAGIC = b"HEADRACEPACK\x00\x00\x00\x01"
 _ALIGNMENT = 64
+
+Shape = tuple[int, ...]
 
 
 class _Entry(msgspec.Struct, array_like=True):
@@ -74,20 +76,22 @@ def packed_weights(checkpoint: Checkpoint, nodes: list[Node]) -> PackedWeights:
     material = f"{checkpoint.fingerprint()} packing {PACKING_VERSION}"
     key = hashlib.sha256(material.encode()).hexdigest()[:32]
     path = cache_dir() / "packed" / f"{key}.weights"
-    found = _open(path, key)
+    expected = expected_shapes(checkpoint.architecture)  # the readers hold the source to these
+    shapes = {name: expected[name] for name in _tensor_names(nodes)}
+    found = _open(path, key, shapes)
     if found is None:
-        _write(path, key, checkpoint, nodes)
-        found = _open(path, key)
+        _write(path, key, checkpoint, shapes)
+        found = _open(path, key, shapes)
     if found is None:
         raise HeadraceError(f"{path}: packed weights are unreadable right after they were written")
     return found
 
 
-def _open(path: Path, key: str) -> PackedWeights | None:
+def _open(path: Path, key: str, shapes: dict[str, Shape]) -> PackedWeights | None:
     """The mapped file, or None when it is absent or does not hold together."""
     try:
         data = np.memmap(path, np.uint8, mode="r")
-    except (FileNotFoundError, ValueError):  # ValueError: empty file
+    except (OSError, ValueError):  # absent or unreadable; ValueError: empty
         return None
     tail = len(_MAGIC) + 8
     if data.size < tail or data[-len(_MAGIC) :].tobytes() != _MAGIC:
@@ -98,35 +102,48 @@ def _open(path: Path, key: str) -> PackedWeights | None:
         return None
     try:
         footer = msgspec.json.decode(data[end : end + length].tobytes(), type=_Footer)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     if footer.version != PACKING_VERSION or footer.key != key:
         return None
     tensors = {
         name: PackedTensor(e.offset, e.n, e.k, WeightFormat(*e.format)) for name, e in footer.tensors.items()
     }
-    if any(t.offset < 0 or t.n < 0 or t.k < 0 or t.offset + t.size_bytes > end for t in tensors.values()):
+    if any(name not in tensors or not _fits(tensors[name], shape, end) for name, shape in shapes.items()):
         return None
     return PackedWeights(np.asarray(data), tensors)
 
 
-def _write(path: Path, key: str, checkpoint: Checkpoint, nodes: list[Node]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+def _fits(tensor: PackedTensor, shape: Shape, end: int) -> bool:
+    """Whether a tensor has the right shape, a format that kernels know, and lies before ``end``."""
+    matrix = len(shape) == 2
+    if (tensor.n, tensor.k) != (shape[0], shape[1] if matrix else 0) or not tensor.format.known():
+        return False
+    if not matrix and tensor.format.kind != F32:
+        return False
+    return 0 <= tensor.offset <= end - tensor.size_bytes and tensor.offset % _ALIGNMENT == 0
+
+
+def _write(path: Path, key: str, checkpoint: Checkpoint, shapes: dict[str, Shape]) -> None:
+    temporary: Path | None = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+        temporary = Path(name)
         with os.fdopen(handle, "wb") as out:
-            _stream(out, key, checkpoint, nodes)
-        Path(temporary).replace(path)  # a reader sees all of it or none
+            _stream(out, key, checkpoint, shapes)
+        temporary.replace(path)  # a reader sees all of it or none
     except OSError as error:
         raise HeadraceError(
             f"cannot write packed weights to {path.parent}: {error.strerror}. Free space there, or point "
             "HEADRACE_CACHE at a folder with room"
         ) from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
-def _stream(out: IO[bytes], key: str, checkpoint: Checkpoint, nodes: list[Node]) -> None:
+def _stream(out: IO[bytes], key: str, checkpoint: Checkpoint, shapes: dict[str, Shape]) -> None:
     entries: dict[str, _Entry] = {}
 
     def put(name: str, raw: NDArray[np.uint8], n: int, k: int, form: WeightFormat) -> None:
@@ -136,27 +153,25 @@ def _stream(out: IO[bytes], key: str, checkpoint: Checkpoint, nodes: list[Node])
         fields = (form.kind, form.scale_bytes, form.has_minimum, form.group, form.zero_point)
         entries[name] = _Entry(offset, n, k, fields)
 
-    for name, is_matrix in _tensor_names(nodes):
+    for name, shape in shapes.items():
         tensor = checkpoint.tensor(name)
-        if is_matrix:
+        if len(shape) == 2:
             form, raw = pack(tensor, name)
-            n, k = tensor.shape
-            put(name, raw, n, k, form)
+            put(name, raw, *shape, form)
             continue
         vector = np.ascontiguousarray(as_float32(tensor))
         if not np.isfinite(vector).all():
             raise ModelFormatError(f"{name}: holds values that are not finite")
-        put(name, vector.reshape(-1).view(np.uint8), vector.size, 0, WeightFormat(3))
+        put(name, vector.reshape(-1).view(np.uint8), vector.size, 0, WeightFormat(F32))
     footer = msgspec.json.encode(_Footer(PACKING_VERSION, key, entries))
     out.write(footer + len(footer).to_bytes(8, "little") + _MAGIC)
 
 
-def _tensor_names(nodes: list[Node]) -> Iterable[tuple[str, bool]]:
-    """Names and whether they are matrices: matrices in execution order, so that q, k, v lie side by side."""
+def _tensor_names(nodes: list[Node]) -> list[str]:
+    """Matrices first, in execution order, so that q, k, v lie side by side; then vectors."""
     matrices = [f"{n.name}.weight" for n in nodes if n.kind in ("embed", "linear")]
     vectors = [f"{n.name}.weight" for n in nodes if n.kind in ("norm", "head_norm")]
     layer_norms = [n for n in nodes if n.kind in ("norm", "head_norm") and n.attrs["spec"].kind == "layer"]
     vectors += [f"{n.name}.bias" for n in layer_norms]
     vectors += [f"{n.name}.bias" for n in nodes if n.kind == "linear" and n.attrs["bias"]]
-    yield from ((name, True) for name in dict.fromkeys(matrices))
-    yield from ((name, False) for name in dict.fromkeys(vectors))
+    return list(dict.fromkeys(matrices + vectors))

@@ -1,0 +1,198 @@
+"""Packed matrices, quantised rows and KV pools as numpy sees them, for tests of single native kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backend.batch import BLOCK_SIZE, Float32
+from headrace.backend.cpu import _native
+from headrace.backend.cpu.packing import WeightFormat, pack, padded
+from headrace.model.quant_tensor import QuantTensor
+
+Float64 = NDArray[np.float64]
+WIDE = 254
+
+random_shapes = hypothesis.settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+
+
+@dataclass(frozen=True)
+class QuantRows:
+    """Rows as native/kernels.h's QuantRow lays them out, ``k`` padded to whole groups of 32."""
+
+    raw: NDArray[np.uint8]  # [rows, bytes]
+    k: int
+
+    def _part(self, offset: int, count: int, dtype: type[Any]) -> NDArray[Any]:
+        size = np.dtype(dtype).itemsize
+        return np.ascontiguousarray(self.raw[:, offset : offset + count * size]).view(dtype)
+
+    @property
+    def coarse(self) -> NDArray[np.int8]:
+        return self._part(0, self.k, np.int8)
+
+    @property
+    def fine(self) -> NDArray[np.int8]:
+        return self._part(self.k, self.k, np.int8)
+
+    @property
+    def scale(self) -> Float32:
+        return self._part(2 * self.k, self.k // 32, np.float32)
+
+    @property
+    def scaled_sum(self) -> Float32:
+        return self._part(2 * self.k + self.k // 8, self.k // 32, np.float32)
+
+    @property
+    def sum(self) -> NDArray[np.int32]:
+        return self._part(2 * self.k + self.k // 4, self.k // 16, np.int32)
+
+    @property
+    def wide(self) -> NDArray[np.bool_]:
+        words = self._part(2 * self.k + self.k // 2, -(-self.k // 2048), np.uint64)
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+        return bits[:, : self.k // 32] != 0
+
+    def integers(self) -> NDArray[np.int64]:
+        """``[rows, k]``: what each group's scale multiplies."""
+        wide = np.repeat(self.wide, 32, axis=1)
+        coarse = self.coarse.astype(np.int64)
+        return np.where(wide, WIDE * coarse + self.fine, coarse)
+
+    def values(self) -> Float64:
+        """``[rows, k]`` in float64."""
+        return self.integers() * np.repeat(self.scale.astype(np.float64), 32, axis=1)
+
+
+def quantise(x: Float32, isa: str) -> QuantRows:
+    """Float rows ``[rows, width]`` through the native kernel."""
+    k = padded(x.shape[1])
+    out = np.zeros((len(x), _native.quant_row_bytes(k)), np.uint8)
+    _native.quantise(isa, np.ascontiguousarray(x, np.float32), out)
+    return QuantRows(out, k)
+
+
+def native_format(form: WeightFormat) -> Any:
+    return _native.WeightFormat(
+        form.kind, form.scale_bytes, bool(form.has_minimum), form.group, form.zero_point
+    )
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A packed weight and the float32 matrix that it stands for."""
+
+    form: WeightFormat
+    raw: NDArray[np.uint8]
+    dense: Float32  # [n, k]
+
+    @staticmethod
+    def of(tensor: Any) -> Matrix:
+        form, raw = pack(tensor, "test")
+        dense = tensor.dequantize() if isinstance(tensor, QuantTensor) else tensor.astype(np.float32)
+        return Matrix(form, raw, dense)
+
+    def times(self, x: Float32, isa: str, out: Float32 | None = None) -> Float32:
+        """``x @ dense.T`` by the native kernel, ``x [rows, k]``; added to ``out`` if there is one."""
+        n, k = self.dense.shape
+        if self.form.dense:
+            rows = np.ascontiguousarray(x, np.float32).view(np.uint8).reshape(len(x), 4 * k)
+        else:
+            rows = quantise(x, isa).raw
+        result = np.full((len(x), n), np.nan, np.float32) if out is None else out.copy()
+        _native.matmul(isa, native_format(self.form), self.raw, rows, result, k, out is not None)
+        return result
+
+    def rows(self, ids: NDArray[np.int32], scale: float, isa: str) -> Float32:
+        """Embedding rows by the native kernel."""
+        out = np.full((len(ids), self.dense.shape[1]), np.nan, np.float32)
+        form = native_format(self.form)
+        _native.embed(isa, form, self.raw, ids.astype(np.int32), len(self.dense), scale, out)
+        return out
+
+
+def random_tensor(kind: str, n: int, k: int, seed: int) -> Any:
+    """A weight ``[n, k]`` of one of :data:`FORMATS`."""
+    rng = np.random.default_rng(seed)
+    if kind in ("bf16", "f32"):
+        return rng.standard_normal((n, k)).astype(ml_dtypes.bfloat16 if kind == "bf16" else np.float32)
+    bits, group, scale_type, offset = FORMATS[kind]
+    codes = rng.integers(0, 2**bits, (n, k)).astype(np.uint8)
+    scale = rng.uniform(0.001, 0.1, (n, k // group)).astype(scale_type)
+    minimum = (-rng.uniform(0, 1, scale.shape)).astype(scale_type) if offset == "minimum" else None
+    return QuantTensor(codes, scale, bits, group, 0 if minimum is not None else 2 ** (bits - 1), minimum)
+
+
+FORMATS: dict[str, tuple[int, int, type[Any], str]] = {
+    f"u{bits}-g{group}-{np.dtype(scale).name}-{offset}": (bits, group, scale, offset)
+    for bits, group in ((4, 32), (8, 32), (8, 16))
+    for scale in (np.float16, np.float32)
+    for offset in ("minimum", "zero point")
+}
+KINDS = [*FORMATS, "bf16", "f32"]
+
+
+def granule(kind: str) -> int:
+    """What ``k`` must be a multiple of."""
+    return FORMATS[kind][1] if kind in FORMATS else 1
+
+
+@dataclass
+class KVPool:
+    """One layer's KV blocks as native kernels lay them out; whatever is not written stays NaN."""
+
+    data: NDArray[np.uint16]
+    kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def empty(blocks: int, kv_heads: int, head_dim: int) -> KVPool:
+        return KVPool(np.full(blocks * 32 * kv_heads * head_dim + 32, 0x7FC1, np.uint16), kv_heads, head_dim)
+
+    def _blocks(self) -> NDArray[np.uint16]:
+        return self.data[:-32].reshape(-1, self.kv_heads, 2, 16 * self.head_dim)
+
+    def _keys(self) -> NDArray[np.uint16]:
+        """A view ``[blocks, kv_heads, head_dim / 2, 16, 2]``."""
+        return self._blocks()[:, :, 0].reshape(-1, self.kv_heads, self.head_dim // 2, 16, 2)
+
+    def _values(self) -> NDArray[np.uint16]:
+        """A view ``[blocks, kv_heads, 8, head_dim, 2]``."""
+        return self._blocks()[:, :, 1].reshape(-1, self.kv_heads, 8, self.head_dim, 2)
+
+    def keys(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """bf16 bits ``[slots, kv_heads, head_dim]``."""
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        return self._keys()[block, :, :, at].reshape(len(slots), self.kv_heads, self.head_dim)
+
+    def values(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """bf16 bits ``[slots, kv_heads, head_dim]``."""
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        return self._values()[block, :, at // 2, :, at % 2]
+
+    def write(self, slots: NDArray[np.int64], k: Float32, v: Float32) -> None:
+        """``k``, ``v [slots, kv_heads, head_dim]``, rounded to bf16."""
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        self._keys()[block, :, :, at] = bf16_bits(k).reshape(len(slots), self.kv_heads, -1, 2)
+        self._values()[block, :, at // 2, :, at % 2] = bf16_bits(v)
+
+
+def bf16_bits(x: Float32) -> NDArray[np.uint16]:
+    with np.errstate(invalid="ignore"):  # NaN is among what is converted
+        return x.astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+def bf16(x: Float32) -> Float32:
+    """Rounded to bf16 and back."""
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)

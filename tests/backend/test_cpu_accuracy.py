@@ -1,0 +1,81 @@
+"""SmolLM2 as shipped: what 4-bit weights, int8 activations and bf16 KV cost against float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.backend.batch import Float32
+from headrace.backend.cpu import _native
+from headrace.backend.cpu.runner import chosen_isa, open_cpu_runner
+from headrace.backend.runner import RunnerSettings
+from headrace.backend.torch import open_torch_runner
+from headrace.frontend.tokenizer import load_tokenizer
+from headrace.model.weights import open_checkpoint
+from tests.backend.batches import Piece, batch_of
+from tests.data.prompts import PROMPTS
+
+pytestmark = pytest.mark.native
+
+LONGEST = 24  # tokens of a prompt that are compared: the oracle is slow
+PROMPTS_PER_STEP = 20
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def compare(got: Float32, reference: Float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row: whether the most likely token is the same, and the KL divergence of reference to got."""
+    a, b = torch.from_numpy(reference).log_softmax(-1), torch.from_numpy(got).log_softmax(-1)
+    same = a.argmax(-1) == b.argmax(-1)
+    return same, torch.nn.functional.kl_div(b, a, log_target=True, reduction="none").sum(-1)
+
+
+def test_smollm2_against_float32(smollm2_path: Path, two_threads: None) -> None:
+    """Same top-1 at 97 % of positions or more, mean KL at most 0.01, over 200 prompts."""
+    checkpoint = open_checkpoint(smollm2_path)
+    tokenizer = load_tokenizer(smollm2_path)
+    # The best path answers for all prompts; the others differ from it by float32 rounding only.
+    step = 1 if chosen_isa() == _native.supported_isas()[0] else 10
+    prompts = [tokenizer.encode(prompt)[:LONGEST] for prompt in PROMPTS[::step]]
+    assert len(prompts) == 200 // step
+    rows = PROMPTS_PER_STEP * LONGEST
+    settings = RunnerSettings(
+        num_blocks=2 * PROMPTS_PER_STEP,
+        max_batch_tokens=rows,
+        max_sequences=rows,
+        max_model_len=64,
+        threads=2,
+    )
+    native = open_cpu_runner(checkpoint, settings)
+    oracle = open_torch_runner(checkpoint, settings)
+    same, divergence = [], []
+    for start in range(0, len(prompts), PROMPTS_PER_STEP):
+        pieces = [
+            Piece(tokens, 0, [2 * i, 2 * i + 1])
+            for i, tokens in enumerate(prompts[start : start + PROMPTS_PER_STEP])
+        ]
+        batch = batch_of(pieces, "all")
+        agrees, kl = compare(native.logits(batch), oracle.logits(batch))
+        same.append(agrees)
+        divergence.append(kl)
+    native.close()
+    oracle.close()
+    agreement = torch.cat(same).double().numpy()
+    kl = torch.cat(divergence).double().numpy()
+    print(
+        f"\n{agreement.size} positions of {len(prompts)} prompts: same top-1 {agreement.mean():.2%}, "
+        f"KL mean {kl.mean():.5f}, median {np.median(kl):.5f}, p99 {np.quantile(kl, 0.99):.4f}, "
+        f"max {kl.max():.3f}"
+    )
+    assert agreement.mean() >= 0.97
+    assert kl.mean() <= 0.01
