@@ -174,7 +174,7 @@ async def test_beams_follow_no_grammar(client: httpx.AsyncClient) -> None:
     asks = {"prompt": "hi", "guided_regex": "a", "use_beam_search": True, "max_tokens": 4}
     answer = await client.post(COMPLETIONS, json=asks)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "use_beam_search"
+    assert answer.json()["error"]["param"] == "guided_regex"
 
 
 def check_call(call: dict[str, Any]) -> None:

@@ -190,12 +190,7 @@ class Scheduler:
     def _draft(self, speculation: Speculation, share: _Share) -> int:
         """Place drafts behind the tokens of those that decode; returns how many tokens they have."""
         room = min(share.spare_rows, share.budget - len(self._running))
-        # A grammar's mask is known only for the next token: no draft is verified under one.
-        decodes = [
-            seq
-            for seq in self._running
-            if seq.num_lacking == 1 and not seq.lacks_prompt_logprobs and seq.matcher is None
-        ]
+        decodes = [seq for seq in self._running if seq.num_lacking == 1 and not seq.lacks_prompt_logprobs]
         if room <= 0 or not decodes:
             return 0
         limits = [min(self._most_drafted(seq), room // len(decodes) or 1) for seq in decodes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from headrace.engine.request import SamplingParams
-from headrace.errors import InvalidRequestError
 from headrace.frontend.beam_search import BeamSearchParams
 from headrace.server.requests import (
     ChatCompletionRequest,
@@ -36,11 +35,6 @@ def beam_params(request: GenerationRequest, params: SamplingParams, room: int) -
     """How beams are searched, if that is asked for. ``room``: most tokens of an answer without a limit."""
     if not request.use_beam_search:
         return None
-    if params.structured_outputs is not None:
-        raise InvalidRequestError(
-            "`use_beam_search` cannot follow a grammar or make tool calls; leave one of them out",
-            param="use_beam_search",
-        )
     return BeamSearchParams(
         beam_width=request.num_beams or params.n,
         max_tokens=params.max_tokens or room,
