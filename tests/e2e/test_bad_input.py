@@ -68,7 +68,10 @@ def api(server: RunningServer) -> Any:
     """What the server says of itself, with answers kept short."""
     schema = httpx.get(f"{server.url}/openapi.json").json()
     for name in ("ChatCompletionRequest", "CompletionRequest"):
-        fields = schema["components"]["schemas"][name]["properties"]
+        kind = schema["components"]["schemas"][name]
+        # Left out, an answer to nonsense may go on to the end of the context: right, and long.
+        kind["required"] = [*kind.get("required", []), "max_tokens"]
+        fields = kind["properties"]
         fields["max_tokens"] = {"type": "integer", "minimum": 1, "maximum": 2}
         fields["n"] = {"type": "integer", "minimum": 1, "maximum": 2}
         fields["model"] = {"enum": ["smollm2-135m"]}
