@@ -72,7 +72,7 @@ def company(smollm2_path: Path) -> list[EngineRequest]:
     ]
     requests = []
     for i in range(5 if chosen_isa() == "portable" else 17):
-        tokens = tokenizer.encode(PROMPTS[11 * i])[: (1, 9, 16, 17, 24)[i % 5]]
+        tokens = tokenizer.encode(PROMPTS[11 * i] + " " + PROMPTS[i])[: (1, 9, 16, 17, 24)[i % 5]]
         params = SamplingParams(max_tokens=6 + i % 4, seed=i, ignore_eos=True, **kinds[i % 5])
         requests.append(EngineRequest(request_id=f"r{i}", prompt_token_ids=tokens, params=params))
     return requests
