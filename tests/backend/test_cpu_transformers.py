@@ -25,13 +25,14 @@ pytestmark = pytest.mark.native
 NUM_BLOCKS = 24
 
 # What bf16 keys and values and, below float32, int8 activations cost these random networks: largest and mean
-# difference, relative to the mean logit. Measured 0.10 and 0.007, 0.11 and 0.011, 0.46 and 0.037, 0.36 and
-# 0.039; a window off by one, the mildest mistake of structure, gives 1.3 and 0.15.
+# difference, relative to the mean logit. Measured over all cases: at most 0.11 and 0.011 with float weights,
+# 0.46 and 0.039 with integers. A window off by one, the mildest mistake of structure, makes the largest
+# difference 0.74 … 7.
 TOLERANCE = {
     "float32": (0.2, 0.014),
     "bfloat16": (0.2, 0.02),
-    "int8": (0.8, 0.06),
-    "int4": (0.8, 0.06),
+    "int8": (0.6, 0.06),
+    "int4": (0.6, 0.06),
 }
 
 

@@ -11,11 +11,12 @@ import jsonschema
 import numpy as np
 import pytest
 
+from headrace.engine.config import SpeculativeConfig
 from headrace.engine.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, Matcher
 from headrace.engine.request import EngineRequest, StructuredOutputs
 from headrace.errors import InvalidRequestError
 from tests.engine.grammars import SPECIAL, TOKENS, compiler, text_of, wanted
-from tests.engine.small_engines import EOS, VOCAB, Answers, finish, request, run, small_engine, tokens
+from tests.engine.small_engines import EOS, Answers, finish, request, run, small_engine, tokens
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -36,8 +37,8 @@ def grammars() -> GrammarCompiler:
 
 
 def allowed(matcher: Matcher, *, allow_end: bool = True) -> set[int]:
-    mask = np.zeros(-(-VOCAB // 32), np.uint32)
-    matcher.fill(mask, allow_end=allow_end)
+    mask = matcher.mask(allow_end=allow_end)
+    assert mask is not None
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
@@ -290,6 +291,57 @@ def test_the_same_alone_among_others_and_after_preemption(grammars: GrammarCompi
     for name in ("r0", "r5", "r10"):
         alone, _ = everything(grammars, only=name)
         assert alone[name, 0].text() == together[name, 0].text()
+
+
+SPECULATIVE = SpeculativeConfig(num_speculative_tokens=6, prompt_lookup_min=1, adaptive=False)
+
+
+def test_drafts_change_nothing(grammars: GrammarCompiler) -> None:
+    """Behind a drafted token the mask is another one; behind a forbidden one there is none."""
+    together, _ = everything(grammars)
+    for settings in ({}, {"num_blocks": 16}, {"max_num_batched_tokens": 16}):
+        drafted, _ = everything(grammars, speculative=SPECULATIVE, **settings)
+        assert drafted.texts() == together.texts()
+
+
+def test_forced_tokens_are_not_computed_one_by_one(grammars: GrammarCompiler) -> None:
+    kind = {"regex": "[ab]" + "x" * 40 + "[ab]" + "y" * 40}
+    steps, texts = [], []
+    for speculative in (None, SPECULATIVE):
+        engine = small_engine(speculative=speculative)
+        engine.add(asks("r", [1, 2, 3], kind), grammars.compile(StructuredOutputs(**kind)))
+        answers = Answers()
+        finish(engine, answers)
+        steps.append(engine.stats().num_steps)
+        texts.append(answers.texts())
+    assert texts[0] == texts[1]
+    assert steps[0] > 80 > 20 > steps[1]
+
+
+def test_a_dead_end_behind_drafts_is_the_same(grammars: GrammarCompiler) -> None:
+    kind = {"regex": "[ab]xxxxé"}
+    ends = []
+    for speculative in (None, SPECULATIVE):
+        engine = small_engine(speculative=speculative)
+        engine.add(asks("r", [1, 2, 3], kind, ignore_eos=True), grammars.compile(StructuredOutputs(**kind)))
+        answers = Answers()
+        finish(engine, answers)
+        last = answers["r", 0].last
+        assert last is not None
+        ends.append((answers["r", 0].token_ids, last.error_kind, last.error_message))
+    assert ends[0] == ends[1]
+    assert ends[0][1] == "GrammarError"
+
+
+def test_allowed_tokens_and_a_grammar_both_hold(grammars: GrammarCompiler) -> None:
+    engine = small_engine()
+    kind = {"regex": "[a-f]{6}"}
+    allowed = [TOKENS.index(b"c"), TOKENS.index(b"f"), TOKENS.index(b"x"), EOS]
+    asked = asks("r", [1], kind, allowed_token_ids=allowed)
+    engine.add(asked, grammars.compile(StructuredOutputs(**kind)))
+    answers = Answers()
+    finish(engine, answers)
+    assert re.fullmatch("[cf]{6}", answer_text(answers, "r"))
 
 
 def test_a_dead_end_ends_its_sequence_and_no_other(grammars: GrammarCompiler) -> None:

@@ -169,7 +169,7 @@ def test_an_encoder_does_not_generate(tiny: LLM) -> None:
         tiny.chat([{"role": "user", "content": "abc"}])
     with pytest.raises(InvalidRequestError, match="prompt"):
         tiny.embed([3.5])  # type: ignore[list-item]
-    assert len(tiny.embed("abc")) == 1
+    assert len(tiny.embed("abc")) == len(tiny.embed([3, 4])) == 1  # text, or token ids
 
 
 def test_a_decoder_does_not_embed(smollm2_path: Path) -> None:

@@ -170,6 +170,13 @@ async def test_what_is_wrong_is_a_400_that_names_it(
     assert says in error["message"]
 
 
+async def test_beams_follow_no_grammar(client: httpx.AsyncClient) -> None:
+    asks = {"prompt": "hi", "guided_regex": "a", "use_beam_search": True, "max_tokens": 4}
+    answer = await client.post(COMPLETIONS, json=asks)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "guided_regex"
+
+
 def check_call(call: dict[str, Any]) -> None:
     assert call["type"] == "function"
     assert re.fullmatch("call_[0-9a-f]{24}", call["id"])

@@ -51,12 +51,13 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, tag="vocabulary"):
 class Matcher:
     """Where one sequence stands in its grammar."""
 
-    __slots__ = ("_eos_token_ids", "_grammar", "_matcher", "error")
+    __slots__ = ("_eos_token_ids", "_grammar", "_matcher", "_words", "error")
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._grammar = grammar  # keeps alive what the library calls back
         self._matcher = matcher
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = vocabulary.eos_token_ids
+        self._words = -(-len(vocabulary.tokens) // 32)
         self.error: str | None = None  # why no token is allowed any more
 
     @property
@@ -64,23 +65,45 @@ class Matcher:
         """Whether the output satisfies the grammar and nothing can follow."""
         return self.error is None and self._matcher.is_stopped()
 
-    def fill(self, mask: NDArray[np.uint32], *, allow_end: bool) -> None:
-        """Write the next token's mask, bit ``i % 32`` of word ``i // 32`` set = token ``i`` is allowed.
+    def mask(self, *, allow_end: bool, after: Sequence[int] = ()) -> NDArray[np.uint32] | None:
+        """The next token's mask, ``[ceil(vocab / 32)]``: bit ``i % 32`` of word ``i // 32`` allows ``i``.
 
-        ``mask``: contiguous ``[ceil(vocab / 32)]``, zeros. End tokens are allowed where the grammar may end,
-        unless ``allow_end`` is False. If no token is left, ``error`` says why and the mask stays empty.
+        End tokens are allowed where the grammar may end, unless ``allow_end`` is False. If no token is left,
+        the mask is empty and ``error`` says why. With ``after``: the mask behind these drafted tokens, which
+        leave no trace; None if the grammar does not allow them.
         """
-        if self.error is None:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self._matcher.is_error():
-                self._fail()
-            elif not allow_end:
-                for token in self._eos_token_ids:
-                    mask[token // 32] &= ~np.uint32(1 << token % 32)
-            if self.error is None and not mask.any():
-                self.error = "No token of the vocabulary can continue the output as its grammar demands."
+        mask = np.zeros(self._words, np.uint32)
         if self.error is not None:
+            return mask
+        matcher = self._matcher
+        if after:
+            matcher = matcher.deep_copy()
+            if not matcher.consume_tokens(list(after)):
+                return None
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
             mask[:] = 0  # the library allows the end after an error
+            if not after:
+                self._fail()
+        elif not allow_end:
+            for token in self._eos_token_ids:
+                mask[token // 32] &= ~np.uint32(1 << token % 32)
+        if self.error is None and not after and not mask.any():
+            self.error = "No token of the vocabulary can continue the output as its grammar demands."
+        return mask
+
+    def dead_end(self) -> str | None:
+        """Why no token can follow; None if one can."""
+        self.mask(allow_end=True)
+        return self.error
+
+    def forced(self) -> list[int]:
+        """The tokens that have to come next, as many as the grammar leaves no choice about."""
+        return [] if self.error is not None else self._matcher.compute_ff_tokens()
+
+    def num_allowed(self, drafted: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, the grammar allows."""
+        return 0 if self.error is not None else self._matcher.validate_tokens(list(drafted))
 
     def accept(self, token: int) -> None:
         """Take in the sampled token; ``error`` is set if the grammar does not allow it."""
@@ -102,7 +125,7 @@ class Grammar:
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning, for one sequence. Costs microseconds."""
-        return Matcher(self, self._matcher.deep_copy(), self._compiler.vocabulary.eos_token_ids)
+        return Matcher(self, self._matcher.deep_copy(), self._compiler.vocabulary)
 
 
 class GrammarCompiler:

@@ -52,9 +52,8 @@ class EngineLoop:
         self._engine = engine
         self._on_news = on_news
         self._on_end = on_end
-        self._inbox: deque[tuple[Command, Grammar | HeadraceError | None]] = (
-            deque()
-        )  # append and popleft are atomic: no lock
+        # append and popleft are atomic: no lock
+        self._inbox: deque[tuple[Command, Grammar | HeadraceError | None]] = deque()
         self._wake = threading.Event()
         self._num_received = 0
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)

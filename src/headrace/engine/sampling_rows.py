@@ -55,7 +55,7 @@ class SamplingRows:
         temperature, num_logprobs = self._temperature[rows], self._num_logprobs[rows]
         seen: list[_Ragged] = [None] * len(sampled)
         bias: list[_Ragged] = [None] * len(sampled)
-        allowed: list[NDArray[np.uint32] | None] = [None] * len(sampled)
+        masks_of: list[NDArray[np.uint32] | None] = [None] * len(sampled)
         for at, (seq, position) in enumerate(sampled):
             if seq.is_plain:
                 continue
@@ -64,10 +64,10 @@ class SamplingRows:
                 temperature[at] = 0.0
                 num_logprobs[at] = seq.request.params.prompt_logprobs or 0
             else:
-                seen[at], bias[at], allowed[at] = seq.seen(position), seq.bias(position), self._allowed(seq)
+                seen[at], bias[at], masks_of[at] = seq.seen(position), seq.bias(position), seq.mask(position)
         seen_start, seen_ids, seen_counts = _join(seen, np.int32)
         bias_start, bias_ids, bias_values = _join(bias, np.float32)
-        mask_row, masks = self._masks(allowed)
+        mask_row, masks = self._masks(masks_of)
         return SamplingTable(
             temperature=temperature,
             top_k=self._top_k[rows],
@@ -89,15 +89,6 @@ class SamplingRows:
             mask_row=mask_row,
             masks=masks,
         )
-
-    def _allowed(self, seq: Sequence) -> NDArray[np.uint32] | None:
-        """The next token's mask; an empty one fails its row, where nothing can follow."""
-        allowed = seq.request.allowed
-        if seq.matcher is None:
-            return allowed
-        mask = np.zeros(self._no_masks.shape[1], np.uint32)
-        seq.matcher.fill(mask, allow_end=not seq.request.params.ignore_eos)
-        return mask if allowed is None else mask & allowed
 
     def _masks(self, masks: list[NDArray[np.uint32] | None]) -> tuple[Int32, NDArray[np.uint32]]:
         """``(mask_row, masks)``; None allows everything."""

@@ -190,12 +190,7 @@ class Scheduler:
     def _draft(self, speculation: Speculation, share: _Share) -> int:
         """Place drafts behind the tokens of those that decode; returns how many tokens they have."""
         room = min(share.spare_rows, share.budget - len(self._running))
-        # A grammar's mask is known only for the next token: no draft is verified under one.
-        decodes = [
-            seq
-            for seq in self._running
-            if seq.num_lacking == 1 and not seq.lacks_prompt_logprobs and seq.matcher is None
-        ]
+        decodes = [seq for seq in self._running if seq.num_lacking == 1 and not seq.lacks_prompt_logprobs]
         if room <= 0 or not decodes:
             return 0
         limits = [min(self._most_drafted(seq), room // len(decodes) or 1) for seq in decodes]
@@ -389,9 +384,10 @@ _NOTHING_LEFT = (
 
 def _why_failed(seq: Sequence) -> tuple[str, str]:
     """Class and message of the error of a row that could not be sampled: its grammar's, or its logits'."""
-    if seq.matcher is not None and seq.matcher.error is not None:
-        return "GrammarError", seq.matcher.error
-    return "GenerationError", _NOT_FINITE if seq.matcher is None else _NOTHING_LEFT
+    if seq.matcher is None:
+        return "GenerationError", _NOT_FINITE
+    why = seq.matcher.dead_end()
+    return ("GenerationError", _NOTHING_LEFT) if why is None else ("GrammarError", why)
 
 
 def _lacks_many(seq: Sequence) -> bool:

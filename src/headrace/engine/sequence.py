@@ -257,6 +257,19 @@ class Sequence:
             bans += request.ban_ids
         return _bias_arrays(params.logit_bias | dict.fromkeys(bans, -np.inf))
 
+    def mask(self, position: int) -> NDArray[np.uint32] | None:
+        """The ids that are allowed, as a row of SamplingTable.masks; None allows all.
+
+        Behind a drafted token that the grammar forbids None will do: nothing sampled there will count.
+        """
+        if self.matcher is None:
+            return self.request.allowed
+        drafted = self._tokens[self.num_known_tokens : position].tolist()
+        mask = self.matcher.mask(allow_end=not self.request.params.ignore_eos, after=drafted)
+        if mask is not None and self.request.allowed is not None:
+            mask &= self.request.allowed
+        return mask
+
     def forced(self, position: int) -> tuple[Int32, Float32]:
         """A bias under which greedy sampling gives the token that is there: a prompt token, to be scored."""
         return self._tokens[position : position + 1], _FORCE

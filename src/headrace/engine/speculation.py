@@ -99,10 +99,14 @@ class Speculation:
         """For each sequence of a step a draft of at most ``limits[i]`` tokens, fewer where they don't pay."""
         most = self._config.num_speculative_tokens
         drafts = self._drafter.propose(sequences, [min(limit, most) for limit in limits])
-        if self._config.adaptive:
-            for seq, draft in zip(sequences, drafts, strict=True):
-                if draft:
-                    del draft[self._length(seq, len(draft), len(sequences)) :]
+        for index, (seq, limit) in enumerate(zip(sequences, limits, strict=True)):
+            if seq.matcher is not None:
+                if forced := seq.matcher.forced():  # no guess: what the grammar leaves no choice about
+                    drafts[index] = forced[: max(0, min(limit, most))]
+                    continue
+                del drafts[index][seq.matcher.num_allowed(drafts[index]) :]
+            if self._config.adaptive and drafts[index]:
+                del drafts[index][self._length(seq, len(drafts[index]), len(sequences)) :]
         return drafts
 
     def note_draft(self, seq: Sequence, drafted: int, accepted: int) -> None:
