@@ -50,10 +50,10 @@ def operation(path: str, *, authenticated: bool) -> dict[str, Any]:
     """What OpenAPI says of a route beyond its summary."""
     out: dict[str, Any] = {"responses": {}}
     if path in _BODIES:
-        content = {"application/json": {"schema": _ref(_BODIES[path])}}
-        out["requestBody"] = {"required": True, "content": content}
+        body = {"application/json": {"schema": _ref(_BODIES[path])}}
+        out["requestBody"] = {"required": True, "content": body}
     if path in _ANSWERS:
-        content = {"application/json": {"schema": _ref(_ANSWERS[path])}}
+        content: dict[str, Any] = {"application/json": {"schema": _ref(_ANSWERS[path])}}
         if path in _EVENTS:
             content["text/event-stream"] = {"schema": _EVENT}
         out["responses"]["200"] = {"content": content}
