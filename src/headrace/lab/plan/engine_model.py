@@ -35,6 +35,7 @@ class EngineModel:
         self.limits, self.factors = limits, factors
         self.weight_bytes = matrix_bytes(program)
         self._program = [{name: row[name] for name in row.dtype.names} for row in program]
+        self._vocabulary = max(int(row["i0"]) for row in program if row["logit_rows"])
         self._rows_together = 12 if limits.isa.startswith("avx512") else 4
 
     def decode_step_s(self, sequences: float, context: float) -> float:
@@ -68,6 +69,10 @@ class EngineModel:
                 seconds += self.factors.barrier_s.value
         return seconds
 
+    def prefill_share_s(self, tokens: int) -> float:
+        """All of it: one program runs at a time."""
+        return self.prefill_s(tokens)
+
     def _dot_s(self) -> float:
         """One byte dot product of one thread."""
         return _DOT_MACS * self.limits.threads / self.limits.int8_macs_per_s
@@ -82,7 +87,7 @@ class EngineModel:
         tiles = ceil(n / LANES)
         read = self._read_s(form.matrix_bytes(n, k) * ceil(rows / _ROW_BLOCK))
         if form.dense:  # float multiply-adds: four rows and four tiles share each conversion of a weight
-            macs = tiles * LANES * k * (rows + (rows % 4 > 0) * 0.0)
+            macs = tiles * LANES * k * rows
             work = macs / self.limits.float32_macs_per_s * self.factors.dense_slots.value
             return max(read, work)
         passes = _passes(rows, self._rows_together)
@@ -96,7 +101,8 @@ class EngineModel:
         heads, kv_heads, head_dim = int(row["heads"]), int(row["kv_heads"]), int(row["head_dim"])
         window = int(row["window"])
         rows_of_unit = max(1, _QUERY_VECTORS // (heads // kv_heads))
-        seen = units = kept = 0
+        units = kept = 0
+        seen = 0.0
         for first, tokens in sequences:
             last = first + tokens
             positions = (first + 1 + last) / 2  # tokens that a row sees, on average
@@ -128,9 +134,6 @@ class EngineModel:
         if op == Op.QUANTISE or (op in (Op.NORM, Op.GLU) and int(np.asarray(row["output2"])["base"]) >= 0):
             slots += factors.quantise_slots.value
         return ceil(rows / self.limits.threads) * width * slots * self._dot_s()
-
-    def _vocab(self) -> int:
-        return int(self._program[-2]["i0"])
 
 
 def _passes(rows: int, together: int) -> int:

@@ -51,7 +51,7 @@ class Efficiency(_Strict):
 
 
 class EngineFactors(_Strict):
-    """Of headrace's own kernels; ``*_slots``: vector instructions, in units of one dot product of 64 bytes."""
+    """Of headrace's own kernels; ``*_slots``: instructions, in units of one dot product of 64 bytes."""
 
     bandwidth: ShareFactor
     unpack4_slots: Factor
@@ -128,9 +128,7 @@ def _which(entry: Any) -> str:
     return "whole" if like is None else "change"
 
 
-Entry = Annotated[
-    Annotated[Device, Tag("whole")] | Annotated[Change, Tag("change")], Discriminator(_which)
-]
+Entry = Annotated[Annotated[Device, Tag("whole")] | Annotated[Change, Tag("change")], Discriminator(_which)]
 
 
 class _File(_Strict):

@@ -16,7 +16,7 @@ BLOCK_TOKENS = 16  # KV is given out in blocks of so many tokens (headrace, vLLM
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Every layer's feed-forward is ``count`` experts of the architecture's width; a token uses ``active``."""
+    """A layer's feed-forward is ``count`` experts of the architecture's width; a token uses ``active``."""
 
     count: int
     active: int
@@ -135,7 +135,7 @@ class Network:
         return sum(2 * value_bytes * spec.kv_heads * spec.head_dim * n for spec, n in self.attentions)
 
     def kv_bytes(self, context: int, value_bytes: int = 2) -> int:
-        """What a sequence of ``context`` tokens keeps: layers with a window keep no more than that, in blocks."""
+        """What a sequence of ``context`` tokens keeps, in blocks: layers with a window no more than that."""
         total = 0
         for spec, layers in self.attentions:
             kept = -(-context // BLOCK_TOKENS) * BLOCK_TOKENS

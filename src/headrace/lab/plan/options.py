@@ -1,4 +1,4 @@
-"""What could serve the workload: every device and precision, spread as it fits, the cheapest that is good enough first."""
+"""What could serve the workload: each device and precision, spread as it fits; cheapest good one first."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ class Option:
     def devices(self) -> int:
         """Of all copies together."""
         return self.layout.devices * self.copies
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and one sequence have room."""
+        return self.max_sequences > 0
 
     @property
     def meets_slo(self) -> bool:
@@ -97,9 +102,11 @@ def _precisions(device: Device, stored: Precision | None) -> Iterator[Precision]
         yield FP8
     elif "int8" in device.tflops:
         yield INT8
-    yield INT4
-    if stored is not None:
-        yield stored
+    for precision in (INT4, stored):
+        if precision is not None and device.kind == "cpu":  # CPUs multiply 4-bit codes by 8-bit activations
+            yield replace(precision, compute="int8")
+        elif precision is not None:
+            yield precision
 
 
 def _spread(first: Placed, work: Workload, max_devices: int) -> list[Placed]:

@@ -1,4 +1,4 @@
-"""How long steps take on devices: the larger of bytes over bandwidth and operations over rate, plus what is fixed.
+"""How long steps take on devices: the larger of bytes over bandwidth and operations over rate.
 
 Roofline: Williams, Waterman, Patterson (CACM 52/4, 2009). Tensor parallelism splits every matrix over ``tp``
 devices and pays two all-reduces a layer (Megatron-LM, arXiv 1909.08053); a ring all-reduce moves
@@ -17,7 +17,7 @@ _ACTIVATION_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one copy of a network is spread: ``tp`` devices split every matrix, ``pp`` stages split the layers."""
+    """How a copy of a network is spread: ``tp`` devices split each matrix, ``pp`` stages the layers."""
 
     tp: int = 1
     pp: int = 1
@@ -71,7 +71,9 @@ class Placed:
         network = self.network
         read = network.step_weight_bytes(self.precision, rows)
         read += rows * network.kv_read_bytes(context, self.kv_value_bytes) * self.kv_copies()
-        stages = self._stage_s(read, self._matrix_macs(rows, rows), rows * network.attention_macs(context), rows)
+        stages = self._stage_s(
+            read, self._matrix_macs(rows, rows), rows * network.attention_macs(context), rows
+        )
         return stages + self.efficiency.step_s.value
 
     def prefill_s(self, tokens: int) -> float:

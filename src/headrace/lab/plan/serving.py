@@ -1,7 +1,7 @@
-"""What users see of a copy of a network: TTFT, TPOT and throughput in steady state, from the times of its steps.
+"""What users see of a copy of a network in steady state: TTFT, TPOT and throughput, from its steps' times.
 
-Continuous batching with one queue: every running sequence takes part in each decode step, and a prompt's prefill
-holds all of them up for as long as it takes by itself. With ``rho``, the share of time that prefills take:
+Continuous batching with one queue: every running sequence takes part in each decode step, and a prompt's
+prefill holds all of them up for as long as it takes by itself. With ``rho``, the share of time of prefills:
 ``TPOT = decode step / (1 - rho)``, and a prompt waits ``rho P / 2 (1 - rho)`` for those before it (M/D/1,
 Pollaczek-Khinchine) and half a decode step for the one in flight.
 """
@@ -71,8 +71,11 @@ class Steady:
         """By how much each limit is exceeded that is: 1.2 is a fifth too long."""
         if slo is None:
             return {}
-        pairs = (("ttft", self.ttft_s, slo.ttft_ms), ("tpot", self.tpot_s, slo.tpot_ms))
-        pairs += (("e2e", self.e2e_s, slo.e2e_ms),)
+        pairs = (
+            ("ttft", self.ttft_s, slo.ttft_ms),
+            ("tpot", self.tpot_s, slo.tpot_ms),
+            ("e2e", self.e2e_s, slo.e2e_ms),
+        )
         return {
             name: seconds * 1000 / limit
             for name, seconds, limit in pairs
@@ -93,7 +96,7 @@ def closed_loop(times: StepTimes, work: Workload, users: float) -> Steady:
 
 
 def open_loop(times: StepTimes, work: Workload, rate: float, most: float) -> Steady | None:
-    """``rate`` requests a second, whatever the answers take. None: more than ``most`` sequences would pile up."""
+    """``rate`` requests a second, whatever answers take. None: more than ``most`` sequences would pile up."""
     if rate * times.prefill_share_s(work.prompt_tokens) >= 1:
         return None
     context = work.prompt_tokens + work.output_tokens / 2

@@ -15,7 +15,7 @@ _MOST_TENANTS = 8  # more of them switch too often
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """How to share the devices of ``option``. ``shared``: what a part of a device then gives; None for turns."""
+    """How to share the device of ``option``. ``shared``: what a part of it then gives; None for turns."""
 
     option: Option
     text: str
@@ -23,14 +23,16 @@ class Suggestion:
 
 
 def suggestions(
-    network: Network, hardware: Hardware, work: Workload, ranked: list[Option], **how: int
+    network: Network, hardware: Hardware, work: Workload, ranked: list[Option], kv_value_bytes: int = 2
 ) -> list[Suggestion]:
-    """For options that serve from one device a copy: the cheapest part that serves as well, or turns."""
-    found = []
+    """One a device that serves by itself: the cheapest part of it that serves as well, or turns on it."""
+    found: list[Suggestion] = []
     for option in ranked:
+        if any(each.option.name == option.name for each in found):
+            continue
         if not option.meets_slo or option.layout.devices > 1 or option.device.kind == "cpu":
             continue
-        part = _part(network, hardware, work, option, **how)
+        part = _part(network, hardware, work, option, kv_value_bytes)
         if part is not None:
             found.append(part)
         elif turns := _turns(option):
@@ -39,14 +41,20 @@ def suggestions(
 
 
 def _part(
-    network: Network, hardware: Hardware, work: Workload, option: Option, **how: int
+    network: Network, hardware: Hardware, work: Workload, option: Option, kv_value_bytes: int
 ) -> Suggestion | None:
     parts = {piece.name: _piece(option.device, piece) for piece in option.device.slices}
     if not parts:
         return None
     table = Hardware(parts, hardware.efficiency, hardware.engine)
-    ranked = options(network, table, work, precisions=[option.precision.name], **how)
-    best = ranked[0]
+    best = options(
+        network,
+        table,
+        work,
+        precisions=[option.precision.name],
+        stored=option.precision,
+        kv_value_bytes=kv_value_bytes,
+    )[0]
     if not best.meets_slo:
         return None
     count = next(piece.count for piece in option.device.slices if piece.name == best.name)
@@ -88,7 +96,7 @@ def _turns(option: Option) -> Suggestion | None:
     if room < 2:
         return None
     text = (
-        f"{option.name} is busy {steady.busy:.0%} of the time: by time-slicing, {room} models like this one could "
-        "take turns on it (no isolation of memory or latency; each keeps its own share of memory)"
+        f"{option.name} is busy {steady.busy:.0%} of the time: by time-slicing, {room} models like this one "
+        "could take turns on it (no isolation of latency; each needs its own share of memory)"
     )
     return Suggestion(option, text)

@@ -95,7 +95,7 @@ def pull(reference: HubReference, progress: Progress | None) -> Pulled:
 
 
 def configuration(reference: HubReference) -> Path | None:
-    """The repository's ``config.json`` alone; None if it has none. Raises ModelNotFoundError, DownloadError."""
+    """The repository's ``config.json`` alone; None if it has none. Raises as :func:`pull`."""
     from huggingface_hub import errors, hf_hub_download
 
     with _translated(reference):
