@@ -130,7 +130,7 @@ class EngineModel:
         elif op == Op.QUANTISE:
             slots = 0.0
         elif op == Op.SAMPLE:
-            width = self._vocab()
+            width = self._vocabulary
         if op == Op.QUANTISE or (op in (Op.NORM, Op.GLU) and int(np.asarray(row["output2"])["base"]) >= 0):
             slots += factors.quantise_slots.value
         return ceil(rows / self.limits.threads) * width * slots * self._dot_s()
