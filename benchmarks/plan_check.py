@@ -1,8 +1,8 @@
 """How far ``headrace plan --here`` is off: ``python benchmarks/plan_check.py``, on a quiet machine.
 
 Predicts and measures decoding and prefill of SmolLM2 135M as shipped, and of the 1B shape (Llama 3.2 1B's
-sizes, random weights, written as safetensors into a temporary folder) quantised to int4 while loading. The same
-factors for both. Prints the four errors; exit status 1 if one is beyond 25%.
+sizes, random weights, written as safetensors into a temporary folder) quantised to int4 while loading. The
+factors are the same for both. Prints the four errors; exit status 1 if one is beyond 25%.
 """
 
 from __future__ import annotations

@@ -128,7 +128,8 @@ def network(url: str) -> Check:
                 done += len(part)
         rate = done / max(time.perf_counter() - start, 1e-9)
     except (OSError, ValueError, urllib.error.URLError) as error:
-        reason = getattr(error, "reason", None) or error
+        refused = isinstance(error, urllib.error.HTTPError)
+        reason = error if refused else getattr(error, "reason", error)
         fix = "check the address, the proxy (https_proxy) and the firewall"
         return Check("network", "broken", f"{url} cannot be read: {reason}", fix, "models cannot be pulled")
     text = f"{rate / 1e6:.1f} MB/s after {first_s * 1000:.0f} ms, {done / 2**20:.1f} MiB of {url}"

@@ -15,7 +15,7 @@ from headrace.lab.plan.source import Source
 
 PRICES = (
     "Prices are list prices from the table's sources and dates, and change: put your own into a file and "
-    "name it with --hardware. Times are estimates from vendors' figures and the table's assumed shares of them."
+    "name it with --hardware. Times are estimates from vendors' figures and the table's shares of them."
 )
 
 
