@@ -101,6 +101,8 @@ def configuration(reference: HubReference) -> Path | None:
     with _translated(reference):
         try:
             return Path(hf_hub_download(reference.repo, "config.json", revision=reference.revision))
+        except errors.LocalEntryNotFoundError:  # a kind of EntryNotFoundError, but it means no answer
+            raise
         except errors.EntryNotFoundError:
             return None
 
