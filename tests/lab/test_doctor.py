@@ -169,6 +169,24 @@ def test_throttled_periods_are_counted(tmp_path: Path, files: dict[str, str], st
     assert bool(check.cost) == bool(check.fix) == (status != "ok")
 
 
+@pytest.mark.parametrize(
+    ("membership", "group"),
+    [
+        ("0::/system.slice/headrace.service\n", "system.slice/headrace.service"),
+        ("0::/\n", ""),
+        ("0::/../elsewhere\n", ""),
+        ("0::/not/there\n", ""),
+        ("4:memory:/docker/1\n", ""),
+        ("", ""),
+    ],
+)
+def test_a_service_has_a_group_of_its_own(tmp_path: Path, membership: str, group: str) -> None:
+    tree(tmp_path, {"root/system.slice/headrace.service/cpu.max": "50000 100000", "elsewhere/cpu.max": "1 1"})
+    (tmp_path / "membership").write_text(membership)
+    found = containers.own_group(tmp_path / "root", tmp_path / "membership")
+    assert found == tmp_path / "root" / group
+
+
 def test_processes_killed_for_memory_are_told(tmp_path: Path) -> None:
     tree(tmp_path, {"memory.max": str(2**40), "memory.events": "low 0\noom 3\noom_kill 2\n"})
     check = containers.memory(tmp_path)

@@ -15,6 +15,18 @@ _THROTTLED = 0.01  # shares that are felt
 _STOLEN = 0.02
 
 
+def own_group(root: Path = CGROUP, membership: Path = Path("/proc/self/cgroup")) -> Path:
+    """The folder of this process's control group: below the root for a service of the system, else the root.
+
+    Inside of a container the root is its own; a path that is not there is that of the host.
+    """
+    for line in read(membership).splitlines():
+        if line.startswith("0::/"):  # version 2
+            folder = root / line.removeprefix("0::/")
+            return folder if folder.is_dir() and ".." not in folder.parts else root
+    return root
+
+
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:
     """Cores' worth of time that the control group allows; None without a limit."""
     parts = read(cgroup / "cpu.max").split()  # version 2, else version 1

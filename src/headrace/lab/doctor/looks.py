@@ -13,16 +13,17 @@ def checks(network: str | None = None) -> Iterator[Check]:
 
     ``network``: an address whose download speed is to be measured.
     """
+    group = containers.own_group()
     looks: list[tuple[str, Callable[[], Check]]] = [
         ("CPU", processor.cpu),
         ("kernels", processor.kernels),
         ("precisions", compatibility.precisions),
-        ("cores", processor.cores),
-        ("throttling", containers.throttling),
+        ("cores", lambda: processor.cores(group)),
+        ("throttling", lambda: containers.throttling(group)),
         ("steal", containers.steal),
         ("frequency", processor.frequency),
         ("NUMA", processor.numa),
-        ("memory", containers.memory),
+        ("memory", lambda: containers.memory(group)),
         ("huge pages", storage.huge_pages),
         ("cache", storage.cache),
         ("disk", storage.disk),
