@@ -32,10 +32,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        shares = {
-            kind: {name: factor.value for name, factor in efficiency}
-            for kind, efficiency in self.hardware.efficiency.items()
-        }
+        shares = {kind: efficiency.model_dump() for kind, efficiency in self.hardware.efficiency.items()}
         return {
             "network": network_facts(self.source.network, self.work, self.kv_value_bytes),
             "workload": _work(self.work),
