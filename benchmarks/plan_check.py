@@ -18,6 +18,8 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from headrace.lab.plan.hardware import read_hardware
 from headrace.lab.plan.here import measure_here, predict_here
@@ -47,12 +49,10 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{_PARTS[part]}.{inner}"
 
 
-def write_random(folder: Path, shape: str, layers: int | None = None) -> None:
+def write_random(folder: Path, shape: str) -> None:
     """A checkpoint of the shape with normal weights that keep activations of order one, and a tokenizer."""
     config = {key: value for key, value in known_shapes()[shape].items() if key != "source"}
     config |= {"max_position_embeddings": 8192}
-    if layers is not None:
-        config["num_hidden_layers"] = layers
     (folder / "config.json").write_text(json.dumps(config))
     pool = np.random.default_rng(0).standard_normal(2**24, np.float32)  # drawn once, used from many places
     tensors = {}
@@ -64,10 +64,13 @@ def write_random(folder: Path, shape: str, layers: int | None = None) -> None:
             values = flat.reshape(dims) * np.float32(dims[1] ** -0.5)
         tensors[hf_name(name)] = values.astype(ml_dtypes.bfloat16)
     save_file(tensors, str(folder / "model.safetensors"))
-    from tokenizers import Tokenizer, models
-
-    vocabulary = {f"<{number}>": number for number in range(int(config["vocab_size"]))}
-    Tokenizer(models.WordLevel(vocabulary, unk_token="<0>")).save(str(folder / "tokenizer.json"))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    rest = [f"<{number}>" for number in range(len(letters), int(config["vocab_size"]))]
+    vocabulary = {token: number for number, token in enumerate([*letters, *rest])}
+    tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
 
 

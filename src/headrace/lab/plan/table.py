@@ -55,7 +55,7 @@ def option_table(plan: Plan, *, everything: bool) -> Table:
         ("$/M tokens", "right"),
         ("", "left"),
     ):
-        table.add_column(heading, justify=side)  # type: ignore[arg-type]
+        table.add_column(heading, justify=side, no_wrap=side == "left" and bool(heading))  # type: ignore[arg-type]
     shown = set()
     for option in plan.options:
         if option.name in shown and not everything:
