@@ -93,7 +93,8 @@ class EngineModel:
         passes = _passes(rows, self._rows_together)
         unpack = self.factors.unpack4_slots if form.kind == U4 else self.factors.unpack8_slots
         dots = _GROUP * LANES / _DOT_MACS
-        each = dots * (1 + self.factors.wide_share.value) + self.factors.group_slots.value
+        scaled = _GROUP // form.group  # scales of a tile's inputs: groups of 16 are scaled twice
+        each = dots * (1 + self.factors.wide_share.value) + scaled * self.factors.group_slots.value
         slots = tiles * (k / _GROUP) * (passes * unpack.value + rows * each)
         return max(read, slots * self._dot_s() / self.limits.threads)
 

@@ -167,7 +167,7 @@ def _served(placed: Placed, work: Workload, room: int, copies: int) -> Steady | 
     return closed_loop(placed, work, ceil(work.concurrency / copies))
 
 
-def most_users(placed: Placed, work: Workload, room: int) -> int:
+def _most_users(placed: Placed, work: Workload, room: int) -> int:
     """Users at a time that one copy serves within the SLO, at most ``room``; 0: not even one."""
     low, high = 0, room
     while low < high:
@@ -178,7 +178,7 @@ def most_users(placed: Placed, work: Workload, room: int) -> int:
 
 
 def _copies_within_slo(placed: Placed, work: Workload, room: int) -> int | None:
-    users = most_users(placed, work, room)
+    users = _most_users(placed, work, room)
     if users == 0:
         return None
     if work.concurrency is not None:

@@ -9,7 +9,7 @@ Pollaczek-Khinchine) and half a decode step for the one in flight.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp
+from math import expm1
 from typing import Protocol
 
 from headrace.lab.bench.slo import SLO
@@ -103,7 +103,7 @@ def open_loop(times: StepTimes, work: Workload, rate: float, most: float) -> Ste
     sequences = 0.0
     for _ in range(_MOST_ROUNDS):  # rises to the smallest fixed point: more sequences make longer steps
         decode = times.decode_step_s(max(sequences, 1.0), context)
-        busy = 1 - exp(-sequences)  # M/G/inf is empty with probability exp(-load)
+        busy = -expm1(-sequences)  # M/G/inf is empty with probability exp(-load)
         steady = _steady(times, work, decode, rate, busy, sequences=sequences, busy=busy)
         following = rate * steady.e2e_s
         if following > most:

@@ -60,9 +60,11 @@ def _part(
     count = next(piece.count for piece in option.device.slices if piece.name == best.name)
     if best.copies / count >= option.copies:
         return None
+    price = best.price_per_million()
+    cost = "" if price is None else f", ${price:.2f} for a million tokens"
     text = (
         f"{best.copies} of {count} {best.name} of one {option.name} carry it "
-        f"({best.copies / count:.0%} of the device); the rest is free for other models"
+        f"({best.copies / count:.0%} of the device{cost}); the rest is free for other models"
     )
     return Suggestion(option, text, best)
 
@@ -92,7 +94,7 @@ def _turns(option: Option) -> Suggestion | None:
         return None
     kv = steady.sequences / max(option.max_sequences, 1)
     held = option.weight_bytes / (option.device.memory_gib * 2**30)
-    room = int(min(1 / (held + (1 - held) * kv), _IDLE * 2 / steady.busy, _MOST_TENANTS))
+    room = int(min(1 / (held + (1 - held) * kv), 1 / steady.busy, _MOST_TENANTS))
     if room < 2:
         return None
     text = (
