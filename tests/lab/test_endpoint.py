@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace.lab.evaluate.endpoint import EndpointAnswerer, EndpointError
-from headrace.lab.evaluate.questions import Question
+from headrace.lab.evaluate.endpoint import EndpointAnswerer
+from headrace.lab.evaluate.endpoint_client import EndpointError
+from headrace.lab.evaluate.questions import Outcome, Question
 from tests.e2e.running import run, serving
 from tests.lab.small_models import make_model
 
 QUESTIONS = [
-    Question(f"q{number}", f"Count to {number}.", 8, lambda text: {"ok": 1.0}) for number in range(3)
+    Question(f"q{number}", f"Count to {number}.", 8, lambda text: Outcome({"ok": 1.0})) for number in range(3)
 ]
 
 
@@ -90,7 +91,7 @@ def test_a_server_that_is_busy_is_asked_again() -> None:
         (401, b'{"error": {"message": "wrong key"}}', "HTTP 401: wrong key", 1),
         (404, b"<html>", "HTTP 404: <html>", 1),
         (500, b"", "HTTP 500: an empty body", 4),
-        (200, b"<html>hello", "no chat completion: <html>hello", 1),
+        (200, b"<html>hello", "no JSON: <html>hello", 1),
         (200, b'{"choices": []}', "no chat completion", 1),
     ],
 )
