@@ -187,12 +187,16 @@ def test_reference_logits_are_written_once_and_used_again(
     ("arguments", "message"),
     [
         (["--suite", "mmlu"], "There is no suite 'mmlu': choose of perplexity,"),
-        (["--suite", "perplexity", "--endpoint", "http://127.0.0.1:9/v1"], "did not answer"),
+        (["--suite", "perplexity", "--tokenizer", "x"], "--tokenizer is for models behind an --endpoint"),
         (["--suite", "json", "--endpoint", "127.0.0.1:9"], "is not the URL of an endpoint"),
         (["--suite", "json", "--reference-logits", "x"], "which was not chosen"),
         (["--suite", "perplexity", "--reference-logits", "none"], "--against REF says"),
         (["--suite", "perplexity", "--text", "nothing.txt"], "The text nothing.txt cannot be read"),
         (["--gate", "none.yaml"], "none.yaml cannot be read"),
+        (["--gate", "default"], "default compares with a reference: name one with --against"),
+        (["--suite", "humaneval"], "allow it with --execute-code"),
+        (["--unsafe-without-isolation"], "--execute-code says that code may run"),
+        (["--harness-path", "."], "no task was chosen"),
         (["--output", "no/folder.json"], "The folder of no/folder.json does not exist"),
     ],
 )
