@@ -110,7 +110,10 @@ class EndpointScorer:
         named = way == "prompt_logprobs"
         if len(values) != len(token_ids) or (named and theirs[1:] != list(token_ids[1:])):
             raise EndpointError(f"{self._client.url} scored other tokens than it was asked for.", 200)
-        return np.asarray(values[1:], np.float64)
+        found = np.asarray(values[1:], np.float64)
+        if not np.isfinite(found).all():
+            raise EndpointError(f"{self._client.url} gave log-probabilities that are not finite.", 200)
+        return found
 
     async def _ask(self, prompt: str | list[int], way: Way) -> Any:
         body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0, **_WAYS[way]}
