@@ -26,11 +26,8 @@ def read_yaml(path: Path, model: type[Model]) -> Model:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text.") from None
-    except yaml.MarkedYAMLError as error:
-        line = 1 if error.problem_mark is None else error.problem_mark.line + 1
-        raise ConfigError(f"{path}:{line} is not YAML: {error.problem or error.context}.") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not YAML: {error}") from None
     try:
         return model.model_validate(content)
     except ValidationError as error:
