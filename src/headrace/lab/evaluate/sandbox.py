@@ -88,25 +88,22 @@ def execute(program: str, isolation: Isolation, limits: Limits = Limits()) -> Ex
     last = output.rpartition(b"\n")[2].decode("utf-8", "replace")
     if stopped is not None:
         return Execution(False, stopped)
-    if process.returncode == sandbox_program.REFUSED:
-        raise SandboxError(_why_refused(isolation, last))
+    if process.returncode == sandbox_program.REFUSED and last.startswith(f"{token} "):
+        raise SandboxError(_why_refused(isolation, last.removeprefix(f"{token} ")))
     if process.returncode == 0 and secrets.compare_digest(last.encode(), token.encode()):
         return Execution(True, "passed")
     if process.returncode < 0:
-        return Execution(False, f"killed by {signal.Signals(-process.returncode).name}")
+        return Execution(False, f"killed by signal {-process.returncode}")
     return Execution(False, last if process.returncode == 1 and last else "ended before its last line")
 
 
 def require(isolation: Isolation) -> None:
     """Run a program that does nothing, to know in time. Raises ConfigError or SandboxError."""
-    if os.name != "posix":
-        raise ConfigError("Code is executed on Linux and macOS only.")
+    if sys.platform != "linux":
+        raise ConfigError("Code is executed on Linux only; leave the suite humaneval out.")
     found = execute("import collections, math, re, typing", isolation)
     if not found.passed:
-        raise SandboxError(
-            f"A program that does nothing fails in the sandbox: {found.outcome}. (As root, code runs as "
-            f"another user, who must be able to read {sys.base_prefix}.)"
-        )
+        raise SandboxError(f"A program that does nothing fails in the sandbox: {found.outcome}.")
 
 
 def _why_refused(isolation: Isolation, reason: str) -> str:

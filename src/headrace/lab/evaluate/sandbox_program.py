@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 REFUSED = 77
-"""Exit status if the kernel refuses what is needed; the reason is what was printed."""
+"""Exit status if the kernel refuses what is needed; the token and the reason are what was printed."""
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -32,9 +32,8 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 _NOBODY = 65534
-_SPARE_UID = (
-    2_000_000_000  # plus our process id: a user whom nobody is, so that limits per user are ours alone
-)
+_SPARE_UID = 2_000_000_000
+"""Plus our process id: a user whom nobody else is, so that limits per user are ours alone."""
 _LIBRARIES = ("/usr", "/lib", "/lib64", "/nix/store")
 
 
@@ -45,14 +44,13 @@ class RefusedError(Exception):
 def main() -> None:
     settings = json.loads(_read_line())
     program = _read(int(settings["size"]))
-    _libc()
     try:
         if settings["isolated"]:
             _leave(settings["folder"], settings["folder_bytes"])
         else:
-            _become_nobody(settings["folder"])
+            _count_as_nobody()
     except (RefusedError, OSError) as error:
-        _end(str(error), REFUSED)
+        _end(f"{os.read(0, 64).decode()} {error}", REFUSED)  # the token: no program has run yet
     _drop_capabilities()
     _limit(settings["limits"])
     _run(program)
@@ -166,6 +164,17 @@ def _become_nobody(folder: str) -> None:
             return
         except OSError:
             continue
+    raise RefusedError("the user root cannot become another one here")
+
+
+def _count_as_nobody() -> None:
+    """Root still opens what root owns, but its processes are counted as someone's whom limits bind."""
+    if os.geteuid() != 0:
+        return
+    for uid in (_SPARE_UID + os.getpid(), _NOBODY):
+        with contextlib.suppress(OSError):
+            os.setresuid(uid, 0, uid)
+            return
     raise RefusedError("the user root cannot become another one here")
 
 
