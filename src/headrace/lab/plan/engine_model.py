@@ -90,13 +90,16 @@ class EngineModel:
             macs = tiles * LANES * k * rows
             work = macs / self.limits.float32_macs_per_s * self.factors.dense_slots.value
             return max(read, work)
-        passes = _passes(rows, self._rows_together)
         unpack = self.factors.unpack4_slots if form.kind == U4 else self.factors.unpack8_slots
         dots = _GROUP * LANES / _DOT_MACS
         scaled = _GROUP // form.group  # scales of a tile's inputs: groups of 16 are scaled twice
         each = dots * (1 + self.factors.wide_share.value) + scaled * self.factors.group_slots.value
-        slots = tiles * (k / _GROUP) * (passes * unpack.value + rows * each)
-        return max(read, slots * self._dot_s() / self.limits.threads)
+        chain = self.factors.chain_slots.value
+        slots = sum(
+            passes * max(unpack.value + together * each, chain)
+            for together, passes in _passes(rows, self._rows_together)
+        )
+        return max(read, tiles * (k / _GROUP) * slots * self._dot_s() / self.limits.threads)
 
     def _attention_s(self, row: dict[str, np.void], sequences: Sequence[tuple[int, int]]) -> float:
         heads, kv_heads, head_dim = int(row["heads"]), int(row["kv_heads"]), int(row["head_dim"])
@@ -115,6 +118,7 @@ class EngineModel:
         blocks = heads * seen / LANES
         work = blocks * (head_dim * pair_s + self.factors.softmax_slots.value * self._dot_s())
         read = self._read_s(2 * kept * kv_heads * head_dim * BYTES_PER_KV_VALUE)
+        read /= self.factors.kv_bandwidth.value
         # units are claimed whole: three of them take two threads as long as four
         busy = ceil(units / self.limits.threads) / units
         return max(read, work * busy)
@@ -137,8 +141,7 @@ class EngineModel:
         return ceil(rows / self.limits.threads) * width * slots * self._dot_s()
 
 
-def _passes(rows: int, together: int) -> int:
-    """How often a tile's codes are unpacked: rows go together in twelves (or fours), fours and ones."""
-    full, rest = divmod(rows, together)
-    blocks, spare = divmod(rest, 4)
-    return full + blocks + spare
+def _passes(rows: int, most: int) -> tuple[tuple[int, int], ...]:
+    """``(rows together, how often)``: a tile is unpacked for twelve rows (or four), then fours, then ones."""
+    full, rest = divmod(rows, most)
+    return (most, full), (4, rest // 4), (1, rest % 4)

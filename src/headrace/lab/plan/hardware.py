@@ -54,9 +54,11 @@ class EngineFactors(_Strict):
     """Of headrace's own kernels; ``*_slots``: instructions, in units of one dot product of 64 bytes."""
 
     bandwidth: ShareFactor
+    kv_bandwidth: Factor
     unpack4_slots: Factor
     unpack8_slots: Factor
     group_slots: Factor
+    chain_slots: Factor
     wide_share: Factor
     dense_slots: Factor
     softmax_slots: Factor
