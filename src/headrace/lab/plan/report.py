@@ -72,6 +72,7 @@ def here_as_dict(
         "workload": _work(work),
         "limits": asdict(prediction.limits),
         "threads": prediction.threads,
+        "load_average": prediction.load_average,
         "weight_bytes": prediction.weight_bytes,
         "kv_bytes": prediction.kv_bytes,
         "available_bytes": prediction.available_bytes,

@@ -132,6 +132,11 @@ def here_lines(source: Source, work: Workload, found: Prediction, measured: Meas
         f"memory: {_size(found.weight_bytes)} of packed matrices and {_size(found.kv_bytes)} of KV, "
         f"{_size(found.available_bytes)} available: {fits}"
     )
+    if found.busy:
+        yield (
+            f"others were computing (load {found.load_average:.2f}): limits, predictions and measurements mean "
+            "little until they are done"
+        )
     yield (
         f"predicted, alone: decode {found.decode_tokens_per_s:.1f} tokens/s, prefill "
         f"{found.prefill_tokens_per_s:.0f}"
