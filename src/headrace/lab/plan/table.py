@@ -134,8 +134,8 @@ def here_lines(source: Source, work: Workload, found: Prediction, measured: Meas
     )
     if found.busy:
         yield (
-            f"something computed in the minute before (load {found.load_average:.2f}): if it still does, limits, "
-            "predictions and measurements mean little"
+            f"something computed in the minute before (load {found.load_average:.2f}): if it still does, "
+            "limits, predictions and measurements mean little"
         )
     yield (
         f"predicted, alone: decode {found.decode_tokens_per_s:.1f} tokens/s, prefill "
