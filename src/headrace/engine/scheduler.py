@@ -7,15 +7,16 @@ from bisect import insort
 from collections.abc import Iterable
 from operator import attrgetter
 
-import numpy as np
-
-from headrace.backend.batch import Batch, Float32, Int32, StepResult
+from headrace.backend.batch import Batch, StepResult
+from headrace.engine.assemble import assemble
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
-from headrace.engine.request import EngineOutput, EngineRequest, TokenLogprobs
+from headrace.engine.outcome import NOT_FINITE, Outcome, StepOutcomes, why_failed
+from headrace.engine.request import EngineOutput, EngineRequest
 from headrace.engine.sampling_rows import SamplingRows
 from headrace.engine.sequence import Request, Sequence
+from headrace.engine.share import Share
 from headrace.engine.speculation import Speculation
 
 _by_rank = attrgetter("rank")
@@ -137,7 +138,7 @@ class Scheduler:
     def schedule(self, now: float) -> Batch | None:
         """The next step's work, or None when there is none. :meth:`commit` must follow every Batch."""
         self._make_room()
-        share = _Share(self._config.max_num_batched_tokens, self._spare_rows)
+        share = Share(self._config.max_num_batched_tokens, self._spare_rows)
         if self._speculation is not None:
             share.spare_rows -= self._draft(self._speculation, share)
         for seq in sorted(self._running, key=_lacks_many):  # those that only lack their last token come first
@@ -145,21 +146,17 @@ class Scheduler:
         for seq in self._admit(share, now):
             share.give(seq)
         self._in_flight = share.scheduled
-        return self._batch(share.scheduled) if share.scheduled else None
+        return assemble(share.scheduled, self._kv, self._rows) if share.scheduled else None
 
     def commit(self, result: StepResult, now: float) -> list[EngineOutput]:
         """Take in what the step sampled: extend sequences, publish computed blocks, end what is finished."""
+        outcomes = StepOutcomes(result, self.max_model_len)
         outputs: list[EngineOutput] = []
-        sampled, failed = result.token_ids.tolist(), result.failed.tolist()
-        row = 0
         for seq in self._in_flight:
-            if result.vectors is None:
-                output = self._take_in(seq, result, row, sampled, failed, now)
-            else:
-                output = self._take_vector(seq, result.vectors[row], failed[row], now)
-            if output is not None:
+            if self._whole:
+                outputs.append(self._report_vector(seq, outcomes.take_vector(seq), now))
+            elif (output := self._report(seq, outcomes.take(seq), now)) is not None:
                 outputs.append(output)
-            row += seq.num_logit_rows
         self._in_flight = []
         return outputs
 
@@ -187,7 +184,7 @@ class Scheduler:
         insort(self._waiting, seq, key=_by_rank)
         self.num_preemptions += 1
 
-    def _draft(self, speculation: Speculation, share: _Share) -> int:
+    def _draft(self, speculation: Speculation, share: Share) -> int:
         """Place drafts behind the tokens of those that decode; returns how many tokens they have."""
         room = min(share.spare_rows, share.budget - len(self._running))
         decodes = [seq for seq in self._running if seq.num_lacking == 1 and not seq.lacks_prompt_logprobs]
@@ -215,7 +212,7 @@ class Scheduler:
             room = min(room, max_tokens - seq.num_output_tokens)
         return room - 1
 
-    def _admit(self, share: _Share, now: float) -> Iterable[Sequence]:
+    def _admit(self, share: Share, now: float) -> Iterable[Sequence]:
         """Move sequences from the waiting line to the running ones while tokens, rows and blocks last."""
         index = 0
         while share.budget > 0 and self._free_rows and index < len(self._waiting):
@@ -252,76 +249,17 @@ class Scheduler:
             seq.request.was_scheduled = True
             self.prompt_tokens += seq.num_prompt_tokens
 
-    def _batch(self, scheduled: list[Sequence]) -> Batch:
-        rows = np.array([seq.row for seq in scheduled], np.intp)
-        counts = np.array([seq.num_scheduled for seq in scheduled], np.int32)
-        starts = np.array([seq.num_computed_tokens for seq in scheduled], np.int32)
-        wanted = np.array([seq.num_logit_rows for seq in scheduled], np.int32)
-        query_start = np.zeros(len(scheduled) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        num_tokens = int(query_start[-1])
-        positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
-        token_ids = np.concatenate(
-            [
-                seq.tokens(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled)
-                for seq in scheduled
-            ]
-        )
-        return Batch(
-            token_ids=token_ids,
-            positions=positions,
-            query_start=query_start,
-            context_len=starts + counts,
-            slot_mapping=self._kv.slot_mapping(np.repeat(rows, counts), positions),
-            block_tables=self._kv.block_tables(rows),
-            logit_rows=_last_of_each(query_start[1:], wanted),
-            sampling=self._rows.table(
-                [
-                    (seq, end + 1 - back)
-                    for seq, end in zip(scheduled, (starts + counts - 1).tolist(), strict=True)
-                    for back in range(seq.num_logit_rows - 1, -1, -1)
-                ]
-            ),
-        )
-
-    def _take_in(
-        self,
-        seq: Sequence,
-        result: StepResult,
-        row: int,
-        sampled: list[int],
-        failed: list[bool],
-        now: float,
-    ) -> EngineOutput | None:
-        """What the step did for ``seq``, whose logit rows begin at ``row``: its news, if there is any.
-
-        ``sampled`` and ``failed`` are the result's, as lists.
-
-        A drafted token counts exactly when it is the one that was sampled in its place. The first one that
-        was not, and all that was computed after it, is forgotten: other tokens will take its slots.
-        """
-        draft = seq.take_draft() if seq.num_draft_tokens else []
-        seq.num_computed_tokens += seq.num_scheduled
-        end = row + seq.num_logit_rows
-        row, sound = self._take_prompt_logprobs(seq, result, row)
-        tokens: list[int] = []
-        reason: str | None = None
-        for index, token in enumerate(sampled[row:end]):
-            if failed[row + index] or not sound:
-                # Its K and V may be as broken as its logits: no block of this step becomes findable.
-                self._remove(seq)
-                output = seq.error_output(*_why_failed(seq))
-                output.token_ids, output.logprobs = tokens, _logprobs(seq, result, row, len(tokens))
-                return output
-            seq.append(token)
-            tokens.append(token)
-            reason = seq.finish_reason(self.max_model_len)
-            if reason is not None or index == len(draft) or token != draft[index]:
-                break
-        if draft and self._speculation is not None:
-            accepted = sum(token == guess for token, guess in zip(tokens, draft, strict=False))
-            self._speculation.note_draft(seq, end - row - 1, accepted)
-        seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
+    def _report(self, seq: Sequence, outcome: Outcome, now: float) -> EngineOutput | None:
+        """What the step did for ``seq``: its news, if there is any."""
+        tokens = outcome.tokens
+        if outcome.failed:
+            # Its K and V may be as broken as its logits: no block of this step becomes findable.
+            self._remove(seq)
+            output = seq.error_output(*why_failed(seq))
+            output.token_ids, output.logprobs = tokens, outcome.logprobs
+            return output
+        if outcome.drafted and self._speculation is not None:
+            self._speculation.note_draft(seq, outcome.drafted, outcome.accepted)
         self._kv.commit(seq)
         if not tokens:
             return None
@@ -329,30 +267,21 @@ class Scheduler:
         is_first = seq.first_token_time is None
         if is_first:
             seq.first_token_time = now
-        if reason is not None:
+        if outcome.finish_reason is not None:
             self._remove(seq)
-        output = seq.token_output(tokens, _logprobs(seq, result, row, len(tokens)), reason)
+        output = seq.token_output(tokens, outcome.logprobs, outcome.finish_reason)
         if is_first:
             output.prompt_logprobs = seq.prompt_logprobs
         return output
 
-    def _take_prompt_logprobs(self, seq: Sequence, result: StepResult, row: int) -> tuple[int, bool]:
-        """The row after those of prompt tokens that the step scored, and whether all of them are sound."""
-        have = seq.prompt_logprobs
-        if have is None or not seq.lacks_prompt_logprobs:
-            return row, True
-        end = row + min(seq.num_logit_rows, seq.num_prompt_tokens - 1 - len(have))
-        have += [_scored(seq, result, at, len(have) + 1 + at - row) for at in range(row, end)]
-        return end, not result.failed[row:end].any()
-
-    def _take_vector(self, seq: Sequence, vector: Float32, failed: bool, now: float) -> EngineOutput:
+    def _report_vector(self, seq: Sequence, vector: bytes | None, now: float) -> EngineOutput:
         """The whole news of an encoder's sequence, which ends with its only step."""
         self._remove(seq)
-        if failed:
-            return seq.error_output("GenerationError", _NOT_FINITE)
+        if vector is None:
+            return seq.error_output("GenerationError", NOT_FINITE)
         seq.first_token_time = now
         output = seq.output("stop")
-        output.vector = vector.astype("<f4", copy=False).tobytes()
+        output.vector = vector
         return output
 
     def _remove(self, seq: Sequence) -> None:
@@ -375,78 +304,5 @@ class Scheduler:
         seq.row = -1
 
 
-_NOT_FINITE = "The model produced numbers that are not finite; this sequence cannot go on."
-_NOTHING_LEFT = (
-    "The model produced numbers that are not finite, or none for what the grammar and min_tokens allow; this "
-    "sequence cannot go on."
-)
-
-
-def _why_failed(seq: Sequence) -> tuple[str, str]:
-    """Class and message of the error of a row that could not be sampled: its grammar's, or its logits'."""
-    if seq.matcher is None:
-        return "GenerationError", _NOT_FINITE
-    why = seq.matcher.dead_end()
-    return ("GenerationError", _NOTHING_LEFT) if why is None else ("GrammarError", why)
-
-
 def _lacks_many(seq: Sequence) -> bool:
     return seq.num_tokens - seq.num_draft_tokens - seq.num_computed_tokens > 1
-
-
-class _Share:
-    """What a step has left to give: tokens, and logit rows beyond one a sequence."""
-
-    def __init__(self, budget: int, spare_rows: int) -> None:
-        self.budget = budget
-        self.spare_rows = spare_rows
-        self.scheduled: list[Sequence] = []
-
-    def give(self, seq: Sequence) -> None:
-        """Schedule as many tokens as ``seq`` lacks, as far as there are tokens and rows."""
-        lacking = seq.num_tokens - seq.num_computed_tokens
-        count = min(lacking, self.budget)
-        without = lacking - seq.num_draft_tokens - 1  # tokens before the first logit row
-        if seq.prompt_logprobs is not None and seq.lacks_prompt_logprobs:
-            without = max(0, len(seq.prompt_logprobs) - seq.num_computed_tokens)
-            count = min(count, without + 1 + self.spare_rows)
-            self.spare_rows -= max(0, count - without - 1)
-        seq.num_scheduled = count
-        seq.num_logit_rows = max(0, count - without)
-        if count > 0:
-            self.scheduled.append(seq)
-            self.budget -= count
-
-
-def _last_of_each(ends: Int32, counts: Int32) -> Int32:
-    """The last ``counts[i]`` indices before ``ends[i]``, one after the other."""
-    before = np.cumsum(counts, dtype=np.int32) - counts
-    return np.repeat(ends - counts - before, counts) + np.arange(counts.sum(), dtype=np.int32)
-
-
-def _logprobs(seq: Sequence, result: StepResult, row: int, count: int) -> list[TokenLogprobs] | None:
-    wanted = seq.request.params.logprobs
-    if wanted is None:
-        return None
-    return [
-        TokenLogprobs(
-            token_id=int(result.token_ids[at]),
-            logprob=float(result.logprobs[at]),
-            top_ids=result.top_ids[at, :wanted].tolist(),
-            top_logprobs=result.top_logprobs[at, :wanted].tolist(),
-        )
-        for at in range(row, row + count)
-    ]
-
-
-def _scored(seq: Sequence, result: StepResult, row: int, position: int) -> TokenLogprobs:
-    """The log-probabilities of the prompt's token at ``position``."""
-    wanted = seq.request.params.prompt_logprobs
-    [token] = seq.tokens(position, position + 1).tolist()
-    impossible = token != result.token_ids[row]  # so much so that no bias helped
-    return TokenLogprobs(
-        token_id=token,
-        logprob=-math.inf if impossible else float(result.logprobs[row]),
-        top_ids=result.top_ids[row, :wanted].tolist(),
-        top_logprobs=result.top_logprobs[row, :wanted].tolist(),
-    )
