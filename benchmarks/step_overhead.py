@@ -1,7 +1,7 @@
 """What the engine's own Python costs a step: schedule and commit around a runner that computes nothing.
 
-``python benchmarks/step_overhead.py [--sequences 16 32] [--steps 2000]`` prints the median and the 99th percentile of
-a step in which every sequence decodes one token.
+``python benchmarks/step_overhead.py [--sequences 16 32] [--steps 2000]`` prints the median and the 99th
+percentile of a step in which every sequence decodes one token.
 """
 
 from __future__ import annotations

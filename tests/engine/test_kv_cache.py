@@ -82,7 +82,7 @@ def test_groups_have_blocks_of_their_own() -> None:
     batch = engine.scheduler.schedule(0.0)
     assert batch is not None
     assert batch.block_tables[0].tolist() != batch.block_tables[1].tolist()
-    engine.scheduler.commit(engine.runner.run(batch), 0.0)
+    engine.scheduler.commit(engine.runner.run(batch), 0.0, 0.0)
     finish(engine, Answers())
 
 

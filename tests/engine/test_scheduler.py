@@ -245,7 +245,7 @@ def test_penalties_see_each_token_once_with_its_count() -> None:
                 expected.update(dict.fromkeys(prompt, 0))
             assert len(ids) == len(set(ids))
             assert dict(zip(ids, table.seen_counts[part].tolist(), strict=True)) == dict(expected)
-        answers.take(engine.scheduler.commit(engine.runner.run(batch), 0.0))
+        answers.take(engine.scheduler.commit(engine.runner.run(batch), 0.0, 0.0))
 
 
 def test_unseeded_requests_differ_but_follow_the_engines_seed() -> None:

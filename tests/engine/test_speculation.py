@@ -17,7 +17,8 @@ from headrace.backend.simulated import SimulatedRunner
 from headrace.engine.build import check_scheduler_config
 from headrace.engine.config import SchedulerConfig, SpeculativeConfig
 from headrace.engine.request import EngineRequest
-from headrace.engine.speculation import Acceptance, StepCost
+from headrace.engine.speculation import Acceptance
+from headrace.engine.step_cost import StepCost
 from headrace.errors import ConfigError
 
 ALWAYS = SpeculativeConfig(num_speculative_tokens=6, prompt_lookup_min=2, adaptive=False)

@@ -148,6 +148,9 @@ def check_scheduler_config(scheduler: SchedulerConfig) -> None:
     _whole("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
     _whole("max_waiting", scheduler.max_waiting, 1)
     _seconds_or_size("max_queue_time_s", scheduler.max_queue_time_s)
+    _seconds_or_size("priority_aging_s", scheduler.priority_aging_s)
+    if scheduler.tpot_target_ms is not None:
+        _seconds_or_size("tpot_target_ms", scheduler.tpot_target_ms)
     if scheduler.speculative is not None:
         check_speculative_config(scheduler.speculative)
 

@@ -81,6 +81,26 @@ class KVCache:
             seq.waits_for = keys[index]
         return None if seq.waits_for is not None else found
 
+    def num_findable(self, seq: Sequence) -> int:
+        """Tokens at the beginning of ``seq`` that are cached, or that another sequence is computing."""
+        if not self.prefix_caching or seq.lacks_prompt_logprobs:
+            return 0
+        cache = self.prefix_cache
+        usable = (seq.num_tokens - 1) // BLOCK_SIZE
+        keys = self._keys(seq, usable)
+        count = 0
+        while count < usable and (cache.holds(keys[count]) or cache.is_computing(keys[count])):
+            count += 1
+        return count * BLOCK_SIZE
+
+    def num_lost(self, seq: Sequence) -> int:
+        """Computed tokens that were lost if ``seq`` were preempted and all its blocks taken.
+
+        Blocks that other sequences use as well stay.
+        """
+        shared = sum(block.users > 1 for block in self._cached[seq.row])
+        return max(0, seq.num_computed_tokens - shared * BLOCK_SIZE)
+
     def admit(self, seq: Sequence, prefix: list[CachedBlock], *, headroom: int = 0) -> bool:
         """Give ``seq`` (whose row is set) blocks for all of its tokens, the first of them from ``prefix``.
 

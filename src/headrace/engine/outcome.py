@@ -61,7 +61,7 @@ class StepOutcomes:
             token = self._sampled[row + index]
             seq.append(token)
             outcome.tokens.append(token)
-            outcome.finish_reason = seq.finish_reason(self._max_model_len)
+            outcome.finish_reason = seq.finish_reason(token, self._max_model_len)
             if index < len(draft) and token == draft[index]:
                 outcome.accepted += 1
             else:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Iterable
 from operator import attrgetter
 
 from headrace.backend.batch import Batch, StepResult
 from headrace.engine.assemble import assemble
 from headrace.engine.config import SchedulerConfig
+from headrace.engine.deadlines import Deadlines
 from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.outcome import NOT_FINITE, Outcome, StepOutcomes, why_failed
+from headrace.engine.pace import Pace
 from headrace.engine.request import EngineOutput, EngineRequest
 from headrace.engine.sampling_rows import SamplingRows
 from headrace.engine.sequence import Request, Sequence
 from headrace.engine.share import Share
 from headrace.engine.speculation import Speculation
+from headrace.engine.step_cost import StepCost
+from headrace.engine.waiting import WaitingLine
 
 _by_rank = attrgetter("rank")
 
@@ -26,16 +30,18 @@ class Scheduler:
     """Decides who computes what in the next step, and takes in what came of the last one.
 
     Chunked prefill, prefix hits, speculation and preemption all follow from two numbers of a sequence (its
-    tokens, a draft's included, and tokens computed) and one order (priority, then arrival, then choice):
+    tokens, a draft's included, and tokens computed) and one order (priority and age, then arrival, then
+    choice):
 
     - a sequence enters only with blocks for all tokens that it knows, and nobody overtakes one that waits
       for blocks;
-    - when a running sequence needs a block and there is none, the last in order gives up its blocks and goes
-      back to its place in the waiting line, keeping its tokens. The first in order is never the victim of
-      another, so it always finishes: there is no livelock.
+    - when a running sequence needs a block and there is none, one that is behind it in the order gives up its
+      blocks: the one that loses least by it. It goes back to its place in the waiting line, keeping its
+      tokens. The first in order is never the victim of another, so it always finishes: there is no livelock.
 
-    A draft lives for one step: from :meth:`schedule`, which gives it only what nobody else wants, to
-    :meth:`commit`, which keeps of it what was sampled anyway.
+    Between tenants the waiting line (``waiting.py``) is fair. A draft lives for one step: from
+    :meth:`schedule`, which gives it only what nobody else wants, to :meth:`commit`, which keeps of it what
+    was sampled anyway. None of this changes a token of any answer.
 
     ``whole``: for encoders, which need all of a sequence's tokens in one step; it ends with that step.
     """
@@ -48,7 +54,6 @@ class Scheduler:
         vocab_size: int,
         max_model_len: int,
         max_logit_rows: int,
-        speculation: Speculation | None = None,
         whole: bool = False,
     ) -> None:
         self._whole = whole
@@ -58,17 +63,26 @@ class Scheduler:
         self.generation_tokens = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.deadlines_missed = 0
+        self.deadlines_refused = 0
+        self.step_budget = 0
+        cost = StepCost()
+        speculative = config.speculative
+        self.speculation = None if speculative is None else Speculation(speculative, cost)
+        self._drafted = 0 if speculative is None else speculative.num_speculative_tokens
         self._config = config
         self._kv = kv_cache
         self._rows = SamplingRows(kv_cache.max_sequences, vocab_size)
         self._free_rows = list(range(kv_cache.max_sequences - 1, -1, -1))
         self._vocab_size = vocab_size
         self._spare_rows = max_logit_rows - kv_cache.max_sequences  # beyond one a sequence
-        self._speculation = speculation
+        self._pace = Pace(cost, None if config.tpot_target_ms is None else config.tpot_target_ms / 1000)
+        self._deadlines = Deadlines(cost, max_model_len)
         self._requests: dict[str, Request] = {}
-        self._waiting: list[Sequence] = []  # by rank
+        self._waiting = WaitingLine(config.priority_aging_s)
         self._running: list[Sequence] = []  # by rank
         self._in_flight: list[Sequence] = []
+        self._tokens_in_flight = (0, 0)  # decoded and drafted ones, and those of prompts
         self._num_arrived = 0
         self._next_expiry = math.inf
 
@@ -81,6 +95,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences without blocks: new ones and preempted ones."""
         return len(self._waiting)
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that have a sequence, waiting or running."""
+        return self._waiting.num_tenants
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -96,11 +115,14 @@ class Scheduler:
             now=now,
             vocab_size=self._vocab_size,
             grammar=grammar,
+            tenant=self._waiting.enter(request.tenant, request.tenant_weight, request.params.n),
+            aging_s=self._config.priority_aging_s,
         )
         self._num_arrived += 1
         self._requests[arrived.request_id] = arrived
         for seq in arrived.sequences.values():
-            insort(self._waiting, seq, key=_by_rank)
+            self._waiting.add(seq)
+        self._deadlines.add(arrived)
         self._next_expiry = min(self._next_expiry, arrived.arrival_time + self._config.max_queue_time_s)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
@@ -118,38 +140,61 @@ class Scheduler:
         return [output for request_id in list(self._requests) for output in self.abort(request_id)]
 
     def expire(self, now: float) -> list[EngineOutput]:
-        """End what has waited for its first step longer than ``max_queue_time_s``."""
-        if now < self._next_expiry:
-            return []
-        limit = self._config.max_queue_time_s
-        fresh = [seq for seq in self._waiting if seq.first_scheduled_time is None]
-        late = [seq for seq in fresh if seq.request.arrival_time + limit <= now]
-        for seq in late:
-            self._remove(seq)
-        self._next_expiry = min(
-            (seq.request.arrival_time + limit for seq in fresh if seq.request.arrival_time + limit > now),
-            default=math.inf,
-        )
-        message = f"The request waited longer than {limit:g} s for its turn; try again later."
-        return [seq.error_output("OverloadedError", message) for seq in late]
+        """End what has waited too long for its first step, and what is or will be too late for its client."""
+        outputs = [] if now < self._next_expiry else self._expire_waiting(now)
+        for request in self._deadlines.passed(now):
+            self.deadlines_missed += 1
+            message = f"The answer was not complete within timeout_s = {request.params.timeout_s:g}."
+            outputs += self._end_with_error(request, "DeadlineExceededError", message)
+        if self._deadlines.is_due(now):
+            unseen = 1.0 - self.prefix_hits / max(self.prefix_queries, 1)
+            hopeless = self._deadlines.hopeless(
+                now,
+                self._running,
+                self._waiting.lines(),
+                lambda seq: (seq.num_tokens - self._kv.num_findable(seq)) * unseen,
+                step_tokens=self.step_budget or self._config.max_num_batched_tokens,
+                tokens_per_step=1 + self._drafted,
+            )
+            for request, why in hopeless.items():
+                self.deadlines_refused += 1
+                outputs += self._end_with_error(request, "DeadlineExceededError", why)
+        return outputs
 
     # A step
 
     def schedule(self, now: float) -> Batch | None:
         """The next step's work, or None when there is none. :meth:`commit` must follow every Batch."""
         self._make_room()
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for seq in self._running:
+            lacks_one = seq.num_tokens - seq.num_computed_tokens == 1 and not seq.lacks_prompt_logprobs
+            (decodes if lacks_one else prompts).append(seq)
         share = Share(self._config.max_num_batched_tokens, self._spare_rows)
-        if self._speculation is not None:
-            share.spare_rows -= self._draft(self._speculation, share)
-        for seq in sorted(self._running, key=_lacks_many):  # those that only lack their last token come first
+        if self.speculation is not None and decodes:
+            share.spare_rows -= self._draft(self.speculation, decodes, share)
+        share.give_decodes(decodes)
+        decoded = self._config.max_num_batched_tokens - share.budget
+        share.budget = left = self._pace.prompt_tokens(decoded, share.budget)
+        self.step_budget = decoded + left
+        if prompts and self._waiting.num_tenants > 1:
+            prompts.sort(key=lambda seq: self._waiting.precedence(seq, now))
+        for seq in prompts:
             share.give(seq)
-        for seq in self._admit(share, now):
-            share.give(seq)
+        if len(self._waiting):
+            for seq in self._admit(share, now):
+                share.give(seq)
         self._in_flight = share.scheduled
+        self._tokens_in_flight = decoded, left - share.budget
         return assemble(share.scheduled, self._kv, self._rows) if share.scheduled else None
 
-    def commit(self, result: StepResult, now: float) -> list[EngineOutput]:
-        """Take in what the step sampled: extend sequences, publish computed blocks, end what is finished."""
+    def commit(self, result: StepResult, now: float, seconds: float) -> list[EngineOutput]:
+        """Take in what the step sampled: extend sequences, publish computed blocks, end what is finished.
+
+        ``seconds``: what the runner took for it.
+        """
+        self._pace.note(*self._tokens_in_flight, seconds)
         outcomes = StepOutcomes(result, self.max_model_len)
         outputs: list[EngineOutput] = []
         for seq in self._in_flight:
@@ -160,35 +205,32 @@ class Scheduler:
         self._in_flight = []
         return outputs
 
-    @property
-    def only_decodes(self) -> bool:
-        """Whether the step in flight has no prompt tokens: every sequence in it samples a token."""
-        return all(
-            seq.num_logit_rows == seq.num_scheduled and not seq.lacks_prompt_logprobs
-            for seq in self._in_flight
-        )
-
     # Inside
 
     def _make_room(self) -> None:
-        """Blocks for every running sequence's next token: the first in order first, at the last's expense."""
-        for seq in list(self._running):
+        """Blocks for every running sequence's next token, if need be at the expense of a later one."""
+        short = [seq for seq in self._running if self._kv.lacks_blocks(seq)]
+        for seq in short:
             while seq.row >= 0 and not self._kv.grow(seq):
-                self._preempt(self._running[-1])
+                self._preempt(self._victim(seq))
+
+    def _victim(self, seq: Sequence) -> Sequence:
+        """Of those behind ``seq`` the one that loses least, the last among equals; else ``seq`` itself."""
+        behind = self._running[bisect_right(self._running, seq.rank, key=_by_rank) :]
+        return min(reversed(behind), key=self._kv.num_lost, default=seq)
 
     def _preempt(self, seq: Sequence) -> None:
         self._kv.release(seq)
         self._running.remove(seq)
         self._free_row(seq)
         seq.num_computed_tokens = 0
-        insort(self._waiting, seq, key=_by_rank)
+        self._waiting.add(seq)
         self.num_preemptions += 1
 
-    def _draft(self, speculation: Speculation, share: Share) -> int:
+    def _draft(self, speculation: Speculation, decodes: list[Sequence], share: Share) -> int:
         """Place drafts behind the tokens of those that decode; returns how many tokens they have."""
         room = min(share.spare_rows, share.budget - len(self._running))
-        decodes = [seq for seq in self._running if seq.num_lacking == 1 and not seq.lacks_prompt_logprobs]
-        if room <= 0 or not decodes:
+        if room <= 0:
             return 0
         limits = [min(self._most_drafted(seq), room // len(decodes) or 1) for seq in decodes]
         placed = 0
@@ -214,15 +256,14 @@ class Scheduler:
 
     def _admit(self, share: Share, now: float) -> Iterable[Sequence]:
         """Move sequences from the waiting line to the running ones while tokens, rows and blocks last."""
-        index = 0
-        while share.budget > 0 and self._free_rows and index < len(self._waiting):
-            seq = self._waiting[index]
+        if share.budget <= 0 or not self._free_rows:
+            return
+        for seq in self._waiting.in_order(now):
             if self._whole and seq.num_lacking > share.budget:
                 return  # the next step has room for it
             prefix = self._kv.find_prefix(seq)
             if prefix is None:
-                index += 1  # another computes its next block: those behind may go first
-                continue
+                continue  # another computes its next block: those behind may go first
             seq.row = self._free_rows[-1]
             # Each running sequence will soon need one block more: without them the newcomer would be the
             # next victim.
@@ -231,17 +272,21 @@ class Scheduler:
                 seq.row = -1
                 return
             self._free_rows.pop()
-            del self._waiting[index]
+            self._note_start(seq, now)
             insort(self._running, seq, key=_by_rank)
             self._rows.fill(seq)
-            self._note_start(seq, now)
             yield seq
+            if share.budget <= 0 or not self._free_rows:
+                return
 
     def _note_start(self, seq: Sequence, now: float) -> None:
+        """``seq`` leaves the waiting line, maybe for the first time."""
         if seq.first_scheduled_time is not None:
+            self._waiting.admitted(seq, 0, now)
             return
         seq.first_scheduled_time = now
         seq.num_cached_tokens = seq.num_computed_tokens
+        self._waiting.admitted(seq, seq.num_prompt_tokens - seq.num_cached_tokens, now)
         if self._kv.prefix_caching:
             self.prefix_queries += seq.num_prompt_tokens
             self.prefix_hits += seq.num_cached_tokens
@@ -258,12 +303,13 @@ class Scheduler:
             output = seq.error_output(*why_failed(seq))
             output.token_ids, output.logprobs = tokens, outcome.logprobs
             return output
-        if outcome.drafted and self._speculation is not None:
-            self._speculation.note_draft(seq, outcome.drafted, outcome.accepted)
+        if outcome.drafted and self.speculation is not None:
+            self.speculation.note_draft(seq, outcome.drafted, outcome.accepted)
         self._kv.commit(seq)
         if not tokens:
             return None
         self.generation_tokens += len(tokens)
+        seq.request.tenant.serve(len(tokens))
         is_first = seq.first_token_time is None
         if is_first:
             seq.first_token_time = now
@@ -284,6 +330,25 @@ class Scheduler:
         output.vector = vector
         return output
 
+    def _expire_waiting(self, now: float) -> list[EngineOutput]:
+        limit = self._config.max_queue_time_s
+        fresh = [seq for seq in self._waiting if seq.first_scheduled_time is None]
+        late = [seq for seq in fresh if seq.request.arrival_time + limit <= now]
+        for seq in late:
+            self._remove(seq)
+        self._next_expiry = min(
+            (seq.request.arrival_time + limit for seq in fresh if seq.request.arrival_time + limit > now),
+            default=math.inf,
+        )
+        message = f"The request waited longer than {limit:g} s for its turn; try again later."
+        return [seq.error_output("OverloadedError", message) for seq in late]
+
+    def _end_with_error(self, request: Request, kind: str, message: str) -> list[EngineOutput]:
+        ended = list(request.sequences.values())
+        for seq in ended:
+            self._remove(seq)
+        return [seq.error_output(kind, message) for seq in ended]
+
     def _remove(self, seq: Sequence) -> None:
         """Forget a sequence wherever it is, and its request with the last one."""
         if seq.row >= 0:
@@ -292,9 +357,10 @@ class Scheduler:
             self._free_row(seq)
         else:
             self._waiting.remove(seq)
-        if self._speculation is not None:
-            self._speculation.forget(seq)
+        if self.speculation is not None:
+            self.speculation.forget(seq)
         request = seq.request
+        self._waiting.leave(request.tenant)
         del request.sequences[seq.choice]
         if not request.sequences:
             del self._requests[request.request_id]
@@ -302,7 +368,3 @@ class Scheduler:
     def _free_row(self, seq: Sequence) -> None:
         self._free_rows.append(seq.row)
         seq.row = -1
-
-
-def _lacks_many(seq: Sequence) -> bool:
-    return seq.num_tokens - seq.num_draft_tokens - seq.num_computed_tokens > 1

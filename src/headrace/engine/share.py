@@ -13,6 +13,13 @@ class Share:
         self.spare_rows = spare_rows
         self.scheduled: list[Sequence] = []
 
+    def give_decodes(self, decodes: list[Sequence]) -> None:
+        """Schedule sequences that lack only their last token, and its draft; there is room for all."""
+        for seq in decodes:
+            seq.num_scheduled = seq.num_logit_rows = count = 1 + seq.num_draft_tokens
+            self.budget -= count
+        self.scheduled += decodes
+
     def give(self, seq: Sequence) -> None:
         """Schedule as many tokens as ``seq`` lacks, as far as there are tokens and rows."""
         lacking = seq.num_tokens - seq.num_computed_tokens
