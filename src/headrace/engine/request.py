@@ -113,6 +113,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         check_sampling_params(self, vocab_size)
 
 
+class Sender(msgspec.Struct, kw_only=True, frozen=True):
+    """For whom a request runs beside others'; see the fields of :class:`EngineRequest`."""
+
+    priority: int = 0
+    tenant: str = ""
+    tenant_weight: float = 1.0
+    cache_salt: str = ""
+
+
+NOBODY = Sender()
+"""The sender of a request that nobody sets apart from others."""
+
+
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="request"):
     """One client's request, tokenised. ``params.n`` sequences come of it.
 

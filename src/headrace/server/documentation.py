@@ -42,6 +42,7 @@ _REFUSALS = {
     "413": "The body is over the server's limit.",
     "415": "The body is compressed.",
     "500": "Generation failed.",
+    "504": "The request's `timeout_s` passed, or cannot be kept.",
     "503": "Loading, draining or overloaded: try again after `retry-after` seconds.",
 }
 
