@@ -50,22 +50,23 @@ class Deadlines:
         now: float,
         running: Iterable[Sequence],
         lines: Iterable[Iterable[Sequence]],
-        to_compute: Callable[[Sequence], float],
+        to_compute: Callable[[Sequence], int],
         *,
         step_tokens: int,
         tokens_per_step: int,
     ) -> dict[Request, str]:
         """Requests that cannot be complete in time, and why.
 
-        ``lines``: who waits, by tenant. ``to_compute``: tokens of a waiting sequence that no cache has.
-        ``step_tokens``: prompt tokens of a step; ``tokens_per_step``: most that a decoding sequence gets.
+        ``lines``: who waits, by tenant. ``to_compute``: tokens of a waiting sequence that no cache will have,
+        asked in their order. ``step_tokens``: prompt tokens of a step. ``tokens_per_step``: the most that a
+        decoding sequence gets.
         """
         self._next_look = now + _LOOK_EVERY_S
         found: dict[Request, str] = {}
-        running_tokens = 0.0
+        running_tokens = 0
         for seq in running:
             lacking = seq.num_lacking - 1
-            self._judge(seq, now, 0.0, lacking, step_tokens, tokens_per_step, found)
+            self._judge(seq, now, 0, lacking, step_tokens, tokens_per_step, found)
             running_tokens += lacking
         for line in lines:
             before = running_tokens
@@ -79,8 +80,8 @@ class Deadlines:
         self,
         seq: Sequence,
         now: float,
-        before: float,
-        own: float,
+        before: int,
+        own: int,
         step_tokens: int,
         tokens_per_step: int,
         found: dict[Request, str],
@@ -95,6 +96,6 @@ class Deadlines:
         left = request.deadline - now
         found[request] = (
             f"The answer cannot be complete within timeout_s = {request.params.timeout_s:g}: it takes about "
-            f"{seconds:.2g} s at the present load, and {left:.2g} s are left ({own:.0f} tokens of its prompt "
-            f"are to be computed, {before:.0f} before them). Allow more time, or try again later."
+            f"{seconds:.2g} s at the present load, and {left:.2g} s are left ({own} tokens of its prompt "
+            f"are to be computed, {before} before them). Allow more time, or try again later."
         )

@@ -81,16 +81,22 @@ class KVCache:
             seq.waits_for = keys[index]
         return None if seq.waits_for is not None else found
 
-    def num_findable(self, seq: Sequence) -> int:
-        """Tokens at the beginning of ``seq`` that are cached, or that another sequence is computing."""
+    def num_findable(self, seq: Sequence, seen: set[bytes]) -> int:
+        """Tokens at the beginning of ``seq`` that are cached, being computed, or in blocks of ``seen``.
+
+        Its blocks are added to ``seen``.
+        """
         if not self.prefix_caching or seq.lacks_prompt_logprobs:
             return 0
         cache = self.prefix_cache
         usable = (seq.num_tokens - 1) // BLOCK_SIZE
         keys = self._keys(seq, usable)
         count = 0
-        while count < usable and (cache.holds(keys[count]) or cache.is_computing(keys[count])):
+        while count < usable and (
+            keys[count] in seen or cache.holds(keys[count]) or cache.is_computing(keys[count])
+        ):
             count += 1
+        seen.update(keys[count:usable])
         return count * BLOCK_SIZE
 
     def num_lost(self, seq: Sequence) -> int:

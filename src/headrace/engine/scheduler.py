@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Iterator
 from operator import attrgetter
 
 from headrace.backend.batch import Batch, StepResult
@@ -147,12 +147,12 @@ class Scheduler:
             message = f"The answer was not complete within timeout_s = {request.params.timeout_s:g}."
             outputs += self._end_with_error(request, "DeadlineExceededError", message)
         if self._deadlines.is_due(now):
-            unseen = 1.0 - self.prefix_hits / max(self.prefix_queries, 1)
+            seen: set[bytes] = set()
             hopeless = self._deadlines.hopeless(
                 now,
                 self._running,
                 self._waiting.lines(),
-                lambda seq: (seq.num_tokens - self._kv.num_findable(seq)) * unseen,
+                lambda seq: seq.num_tokens - self._kv.num_findable(seq, seen),
                 step_tokens=self.step_budget or self._config.max_num_batched_tokens,
                 tokens_per_step=1 + self._drafted,
             )
@@ -178,13 +178,9 @@ class Scheduler:
         decoded = self._config.max_num_batched_tokens - share.budget
         share.budget = left = self._pace.prompt_tokens(decoded, share.budget)
         self.step_budget = decoded + left
-        if prompts and self._waiting.num_tenants > 1:
-            prompts.sort(key=lambda seq: self._waiting.precedence(seq, now))
-        for seq in prompts:
+        for seq in self._prompts_in_order(prompts, share, now):
             share.give(seq)
-        if len(self._waiting):
-            for seq in self._admit(share, now):
-                share.give(seq)
+            self._waiting.computed(seq, seq.num_scheduled)
         self._in_flight = share.scheduled
         self._tokens_in_flight = decoded, left - share.budget
         return assemble(share.scheduled, self._kv, self._rows) if share.scheduled else None
@@ -254,30 +250,52 @@ class Scheduler:
             room = min(room, max_tokens - seq.num_output_tokens)
         return room - 1
 
-    def _admit(self, share: Share, now: float) -> Iterable[Sequence]:
-        """Move sequences from the waiting line to the running ones while tokens, rows and blocks last."""
-        if share.budget <= 0 or not self._free_rows:
-            return
-        for seq in self._waiting.in_order(now):
-            if self._whole and seq.num_lacking > share.budget:
-                return  # the next step has room for it
-            prefix = self._kv.find_prefix(seq)
-            if prefix is None:
-                continue  # another computes its next block: those behind may go first
-            seq.row = self._free_rows[-1]
-            # Each running sequence will soon need one block more: without them the newcomer would be the
-            # next victim.
-            headroom = 0 if self._whole else len(self._running)
-            if not self._kv.admit(seq, prefix, headroom=headroom):
-                seq.row = -1
+    def _prompts_in_order(self, running: list[Sequence], share: Share, now: float) -> Iterator[Sequence]:
+        """Those that lack more than a token, newcomers included, while tokens last: the most urgent first."""
+        line = self._waiting
+        if line.num_tenants > 1:
+            running = sorted(running, key=lambda seq: line.precedence(seq, now))
+        entering = line.in_order(now) if len(line) else iter(())
+        newcomer = next(entering, None)
+        at = 0
+        while share.budget > 0:
+            seq = running[at] if at < len(running) else None
+            if not self._free_rows:
+                newcomer = None
+            if newcomer is not None and (seq is None or line.goes_first(newcomer, seq, now)):
+                entered = self._admit(newcomer, share, now)
+                if entered:
+                    yield newcomer
+                newcomer = None if entered is None else next(entering, None)
+            elif seq is not None:
+                yield seq
+                at += 1
+            else:
                 return
-            self._free_rows.pop()
-            self._note_start(seq, now)
-            insort(self._running, seq, key=_by_rank)
-            self._rows.fill(seq)
-            yield seq
-            if share.budget <= 0 or not self._free_rows:
-                return
+
+    def _admit(self, seq: Sequence, share: Share, now: float) -> bool | None:
+        """Move a sequence from the waiting line to the running ones.
+
+        False: it waits for another's computation, and those behind it may go first. None: there is no room
+        for it, and so for nobody.
+        """
+        if self._whole and seq.num_lacking > share.budget:
+            return None  # the next step has room for it
+        prefix = self._kv.find_prefix(seq)
+        if prefix is None:
+            return False
+        seq.row = self._free_rows[-1]
+        # Each running sequence will soon need one block more: without them the newcomer would be the next
+        # victim.
+        headroom = 0 if self._whole else len(self._running)
+        if not self._kv.admit(seq, prefix, headroom=headroom):
+            seq.row = -1
+            return None
+        self._free_rows.pop()
+        self._note_start(seq, now)
+        insort(self._running, seq, key=_by_rank)
+        self._rows.fill(seq)
+        return True
 
     def _note_start(self, seq: Sequence, now: float) -> None:
         """``seq`` leaves the waiting line, maybe for the first time."""
@@ -360,7 +378,7 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.forget(seq)
         request = seq.request
-        self._waiting.leave(request.tenant)
+        self._waiting.leave(seq)
         del request.sequences[seq.choice]
         if not request.sequences:
             del self._requests[request.request_id]

@@ -65,14 +65,20 @@ class SeenTokens:
 class Tenant:
     """Somebody whose requests share the engine with others' (see ``waiting.py``)."""
 
-    __slots__ = ("admitted_time", "num_sequences", "served", "waiting", "weight")
+    __slots__ = ("admitted_time", "num_sequences", "promised", "served", "waiting", "weight")
 
     def __init__(self) -> None:
         self.weight = 1.0
         self.served = 0.0  # tokens, each divided by the weight of its time
+        self.promised = 0  # tokens of prompts that have blocks and are not computed yet
         self.admitted_time = -math.inf  # when a sequence last got its blocks
         self.num_sequences = 0  # waiting and running
         self.waiting: list[Sequence] = []  # by rank
+
+    @property
+    def claimed(self) -> float:
+        """What it will have been served once its admitted prompts are computed."""
+        return self.served + self.promised / self.weight
 
     def serve(self, tokens: int) -> None:
         """Count tokens that were computed for this tenant."""
@@ -168,6 +174,7 @@ class Sequence:
         "num_computed_tokens",
         "num_draft_tokens",
         "num_logit_rows",
+        "num_promised",
         "num_prompt_tokens",
         "num_scheduled",
         "num_tokens",
@@ -190,6 +197,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_draft_tokens = 0  # the last of num_tokens: guessed, not sampled
         self.num_scheduled = 0  # tokens in the step in flight; scheduler
+        self.num_promised = 0  # prompt tokens that its tenant has not been charged for yet; waiting line
         self.num_logit_rows = 0  # of its last tokens in the step in flight; scheduler
         self.row = -1  # in the block tables and the sampling rows; scheduler; -1 = not running
         self.block_keys: list[bytes] = []  # of the leading full blocks; KVCache, as far as it needed them

@@ -20,9 +20,10 @@ class WaitingLine:
     time: the lowest priority first, each ``aging_s`` seconds without an admission counting as a level; then
     whoever was served least for its weight; then rank. So nobody waits for ever, whatever others send.
 
-    Service is counted in tokens: a prompt's when it is admitted, as far as no cache had them, the output's as
-    they come. A tenant that was away comes back level with the least served one that was not: idle time is
-    not saved up. Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (VTC).
+    Service is counted in tokens: a prompt's as they are computed, as far as no cache had them, the output's
+    as they come. Who is admitted next depends on what has been promised as well. A tenant that was away comes
+    back level with the least served one that was not: idle time is not saved up. Source: Sheng et al.,
+    "Fairness in Serving Large Language Models", OSDI 2024 (its virtual token counter).
     """
 
     def __init__(self, aging_s: float) -> None:
@@ -57,8 +58,10 @@ class WaitingLine:
         tenant.num_sequences += sequences
         return tenant
 
-    def leave(self, tenant: Tenant) -> None:
-        """One of the tenant's sequences has ended."""
+    def leave(self, seq: Sequence) -> None:
+        """``seq``, which waits no longer, has ended."""
+        tenant = seq.request.tenant
+        tenant.promised -= seq.num_promised
         tenant.num_sequences -= 1
         if tenant.num_sequences == 0:
             self.num_tenants -= 1
@@ -81,7 +84,16 @@ class WaitingLine:
         self.remove(seq)
         tenant = seq.request.tenant
         tenant.admitted_time = now
-        tenant.serve(tokens)
+        tenant.promised += tokens
+        seq.num_promised += tokens
+
+    def computed(self, seq: Sequence, tokens: int) -> None:
+        """So many of its prompt's tokens are in the next step: the first time, they count as service."""
+        paid = min(tokens, seq.num_promised)
+        tenant = seq.request.tenant
+        seq.num_promised -= paid
+        tenant.promised -= paid
+        tenant.serve(paid)
 
     def in_order(self, now: float) -> Iterator[Sequence]:
         """Who is next, again and again. One that is still there when the iteration goes on is passed over."""
@@ -90,7 +102,10 @@ class WaitingLine:
             if len(places) == 1:
                 [tenant] = places
             else:
-                tenant = min(places, key=lambda each: self.precedence(each.waiting[places[each]], now))
+                heads = {each: each.waiting[place] for each, place in places.items()}
+                tenant = min(
+                    places, key=lambda each: (self._level(heads[each], now), each.claimed, heads[each].rank)
+                )
             line, place = tenant.waiting, places[tenant]
             seq = line[place]
             yield seq
@@ -99,14 +114,22 @@ class WaitingLine:
             if place >= len(line):
                 del places[tenant]
 
+    def goes_first(self, newcomer: Sequence, running: Sequence, now: float) -> bool:
+        """Whether the prompt of ``newcomer``, which waits, is to be computed before that of ``running``."""
+        if self.num_tenants == 1:
+            return newcomer.rank < running.rank
+        return self.precedence(newcomer, now) < self.precedence(running, now)
+
     def precedence(self, seq: Sequence, now: float) -> tuple[float, float, Rank]:
-        """Orders sequences of several tenants: lower goes first."""
-        request = seq.request
-        level = float(request.priority)
-        if self._aging_s:
-            since = max(request.arrival_time, request.tenant.admitted_time)
-            level = math.floor(level - (now - since) / self._aging_s)
-        return level, request.tenant.served, seq.rank
+        """Orders prompts of several tenants that are to be computed: lower goes first."""
+        return self._level(seq, now), seq.request.tenant.served, seq.rank
+
+    def _level(self, seq: Sequence, now: float) -> float:
+        """Its priority, by as much lower as its tenant has had no admission meanwhile."""
+        if not self._aging_s:
+            return seq.request.priority
+        since = max(seq.request.arrival_time, seq.request.tenant.admitted_time)
+        return seq.request.priority - (now - since) // self._aging_s
 
     def _active(self) -> Iterator[Tenant]:
         return (tenant for tenant in self._tenants.values() if tenant.num_sequences)
