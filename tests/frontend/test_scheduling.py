@@ -39,7 +39,7 @@ def test_bad_priorities(llm: LLM, priority: list[int]) -> None:
 
 def test_a_timeout_fails_one_answer_and_no_other(llm: LLM) -> None:
     late = SamplingParams(max_tokens=400, timeout_s=0.5, ignore_eos=True, stop=["never said"])
-    with pytest.raises(BatchError, match="timeout_s = 0.5") as caught:
+    with pytest.raises(BatchError, match=r"timeout_s = 0\.5") as caught:
         llm.generate(["a", "b"], [late, SamplingParams(max_tokens=4, ignore_eos=True)])
     failed, fine = caught.value.outputs
     assert failed.outputs[0].finish_reason == "error"

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 from headrace import errors
 from headrace.engine.request import SamplingParams, Sender, TokenLogprobs
-from headrace.errors import GenerationError, HeadraceError, OverloadedError
+from headrace.errors import DeadlineExceededError, GenerationError, HeadraceError, OverloadedError
 from headrace.frontend.embedding import vector_of
 from headrace.frontend.frontend import Frontend
 from headrace.frontend.outputs import (
@@ -152,8 +152,9 @@ def _failure(failures: list[tuple[int, TextOutput]], answers: list[RequestOutput
     index, first = failures[0]
     message = first.error_message or "generation failed"
     kind = getattr(errors, first.error_kind or "", None)
-    if isinstance(kind, type) and issubclass(kind, HeadraceError) and not issubclass(kind, GenerationError):
-        return kind(message)
+    of_one = (GenerationError, DeadlineExceededError)
+    if isinstance(kind, type) and issubclass(kind, HeadraceError) and not issubclass(kind, of_one):
+        return kind(message)  # the engine's, and so everybody's
     return BatchError(
         f"{len(failures)} of the sequences failed, first one of prompt {index}: {message}", answers
     )
