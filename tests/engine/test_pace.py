@@ -101,6 +101,7 @@ def test_the_cost_of_prompts_is_learnt_beside_that_of_decodes() -> None:
     assert cost.is_known
     assert cost.prompt_token_s == pytest.approx(0.001, rel=0.05)
     assert cost.line(4)[0] == pytest.approx(0.0204, rel=0.01)
+    cost.note(1, 0.0)  # a coarse clock
     cost.note(4, 60.0, prompt_tokens=100)  # the machine slept
     assert cost.prompt_token_s < 0.002
 

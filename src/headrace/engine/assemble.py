@@ -15,36 +15,44 @@ def assemble(scheduled: list[Sequence], kv_cache: KVCache, sampling: SamplingRow
     rows = np.array([seq.row for seq in scheduled], np.intp)
     counts = np.array([seq.num_scheduled for seq in scheduled], np.int32)
     starts = np.array([seq.num_computed_tokens for seq in scheduled], np.int32)
-    wanted = np.array([seq.num_logit_rows for seq in scheduled], np.int32)
+    ends = starts + counts
     query_start = np.zeros(len(scheduled) + 1, np.int32)
-    np.cumsum(counts, out=query_start[1:])
+    counts.cumsum(out=query_start[1:])
     num_tokens = int(query_start[-1])
-    positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
-    token_ids = np.concatenate(
-        [
-            seq.tokens(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled)
-            for seq in scheduled
-        ]
-    )
+    if num_tokens == len(scheduled):  # one token each: the step that every answer consists of
+        positions, owners = starts, rows
+    else:
+        positions = (starts - query_start[:-1]).repeat(counts)
+        positions += np.arange(num_tokens, dtype=np.int32)
+        owners = rows.repeat(counts)
     return Batch(
-        token_ids=token_ids,
+        token_ids=np.concatenate(
+            [
+                seq.tokens(start, end)
+                for seq, start, end in zip(scheduled, starts.tolist(), ends.tolist(), strict=True)
+            ]
+        ),
         positions=positions,
         query_start=query_start,
-        context_len=starts + counts,
-        slot_mapping=kv_cache.slot_mapping(np.repeat(rows, counts), positions),
+        context_len=ends,
+        slot_mapping=kv_cache.slot_mapping(owners, positions),
         block_tables=kv_cache.block_tables(rows),
-        logit_rows=_last_of_each(query_start[1:], wanted),
+        logit_rows=_logit_rows(scheduled, query_start),
         sampling=sampling.table(
             [
-                (seq, end + 1 - back)
-                for seq, end in zip(scheduled, (starts + counts - 1).tolist(), strict=True)
+                (seq, end - back)
+                for seq, end in zip(scheduled, ends.tolist(), strict=True)
                 for back in range(seq.num_logit_rows - 1, -1, -1)
             ]
         ),
     )
 
 
-def _last_of_each(ends: Int32, counts: Int32) -> Int32:
-    """The last ``counts[i]`` indices before ``ends[i]``, one after the other."""
-    before = np.cumsum(counts, dtype=np.int32) - counts
-    return np.repeat(ends - counts - before, counts) + np.arange(counts.sum(), dtype=np.int32)
+def _logit_rows(scheduled: list[Sequence], query_start: Int32) -> Int32:
+    """The last ``num_logit_rows`` tokens of each sequence, one after the other."""
+    wanted = np.array([seq.num_logit_rows for seq in scheduled], np.int32)
+    before = wanted.cumsum(dtype=np.int32)
+    rows = np.arange(before[-1], dtype=np.int32)
+    before -= wanted
+    rows += (query_start[1:] - wanted - before).repeat(wanted)
+    return rows

@@ -13,6 +13,8 @@ from headrace.engine.prefix_cache import CachedBlock, PrefixCache, block_key, ro
 from headrace.engine.sequence import Sequence
 from headrace.errors import HeadraceError
 
+_BLOCK_BITS = BLOCK_SIZE.bit_length() - 1
+
 
 def blocks_for(num_tokens: int) -> int:
     """Blocks that hold ``num_tokens``."""
@@ -195,8 +197,8 @@ class KVCache:
 
     def slot_mapping(self, rows: NDArray[np.intp], positions: Int32) -> tuple[Int32, ...]:
         """Per group, the slot of each token, given its sequence's row and its position, both ``[n]``."""
-        logical, offset = np.divmod(positions, BLOCK_SIZE)
-        return tuple(table[rows, logical] * BLOCK_SIZE + offset for table in self._tables)
+        logical, offset = positions >> _BLOCK_BITS, positions & (BLOCK_SIZE - 1)
+        return tuple((table[rows, logical] << _BLOCK_BITS) + offset for table in self._tables)
 
     def block_tables(self, rows: NDArray[np.intp]) -> tuple[Int32, ...]:
         """Per group, a copy of the tables of ``rows``: ``[r, widest]``, 0 beyond a sequence's own blocks."""

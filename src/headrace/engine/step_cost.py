@@ -6,6 +6,8 @@ _KEPT = 0.97  # of what earlier steps of decodes said, at each new one
 _PRIOR_SHARE = 0.2  # of a step's time that one more token costs, until steps of several sizes were seen
 _PRIOR_WEIGHT = 4.0
 
+_LEAST_S = 1e-9  # no step takes no time, whatever a coarse clock says
+
 _PROMPT_KEPT = 0.9  # the same of steps with prompt tokens, whose cost moves with the contexts they attend to
 _LEAST_SHARE = (
     0.05  # of such a step's time that is taken for its prompt tokens', however the rest is estimated
@@ -33,6 +35,7 @@ class StepCost:
 
     def note(self, tokens: int, seconds: float, *, prompt_tokens: int = 0) -> None:
         """A step of so many decoded and drafted tokens, and so many of prompts, took so long."""
+        seconds = max(seconds, _LEAST_S)
         if prompt_tokens:
             self._note_prompt(tokens, prompt_tokens, seconds)
             return
