@@ -1,8 +1,8 @@
 """Time per output token of chats while long prompts come in, with and without a TPOT target.
 
 ``python benchmarks/ablations/adaptive_batching.py [--model smollm2-135m] [--seconds 40] [--chats 4]``. A few
-clients chat without a pause; every few seconds another one sends a prompt of 2000 tokens that no cache has. The
-target is ``--factor`` times the time per token that the same chats have undisturbed, which is measured first.
+clients chat without a pause; every few seconds another one sends a prompt of 2000 tokens that no cache has.
+The target is ``--factor`` times the time per token of the same chats undisturbed, which is measured first.
 """
 
 from __future__ import annotations
