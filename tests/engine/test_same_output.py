@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from small_engines import Answers, finish, request, run, small_engine, tokens
+from small_engines import Answers, Clock, finish, request, run, small_engine, tokens
 
 from headrace.engine.request import EngineRequest
 
@@ -83,15 +83,28 @@ def test_same_after_preemption(num_blocks: int, prefix_caching: bool) -> None:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_twenty_long_requests_on_a_pool_for_two(prefix_caching: bool) -> None:
+@pytest.mark.parametrize("standing", [False, True], ids=["equals", "priorities and tenants"])
+def test_twenty_long_requests_on_a_pool_for_two(prefix_caching: bool, standing: bool) -> None:
     """Two sequences that took turns in preempting each other would never have ended."""
     requests = [
-        request(f"r{i}", tokens(100 + i, i), max_tokens=100, ignore_eos=True, temperature=0.8)
+        request(
+            f"r{i}",
+            tokens(100 + i, i),
+            max_tokens=100,
+            ignore_eos=True,
+            temperature=0.8,
+            priority=i * 7 % 3 if standing else 0,
+            tenant=f"t{i * 5 % 4}" if standing else "",
+        )
         for i in range(20)
     ]
-    engine = small_engine(num_blocks=26, max_num_batched_tokens=64, prefix_caching=prefix_caching)
-    answers = run(engine, requests, max_steps=5000)
+    engine = small_engine(
+        num_blocks=26, max_num_batched_tokens=64, prefix_caching=prefix_caching, clock=Clock()
+    )
+    answers = run(engine, requests, max_steps=1200)
     assert answers.texts() == alone(requests)
+    needed = sum(len(each.prompt_token_ids) + 99 for each in requests)
+    assert engine.stats().batch_tokens < 1.3 * needed, "too much was computed again"
     assert all(len(answer.token_ids) == 100 for answer in answers.values())
 
 

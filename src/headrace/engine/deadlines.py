@@ -10,6 +10,7 @@ from headrace.engine.sequence import Request, Sequence
 from headrace.engine.step_cost import StepCost
 
 _LOOK_EVERY_S = 0.05
+_REST_S = 0.001  # longer, for each sequence that was looked at: a long line must not take the engine's time
 _DOUBT = 0.8  # of the time that is estimated: a request is given up only when even that is not left
 
 
@@ -61,19 +62,22 @@ class Deadlines:
         asked in their order. ``step_tokens``: prompt tokens of a step. ``tokens_per_step``: the most that a
         decoding sequence gets.
         """
-        self._next_look = now + _LOOK_EVERY_S
+        looked_at = 0
         found: dict[Request, str] = {}
         running_tokens = 0
         for seq in running:
             lacking = seq.num_lacking - 1
             self._judge(seq, now, 0, lacking, step_tokens, tokens_per_step, found)
             running_tokens += lacking
+            looked_at += 1
         for line in lines:
             before = running_tokens
             for seq in line:
                 own = to_compute(seq)
                 self._judge(seq, now, before, own, step_tokens, tokens_per_step, found)
                 before += own
+                looked_at += 1
+        self._next_look = now + _LOOK_EVERY_S + looked_at * _REST_S
         return found
 
     def _judge(
