@@ -206,7 +206,13 @@ class World:
 
     def _shrink(self, plan: Schedule) -> Schedule:
         """A schedule that still fails and from which nothing can be left out."""
-        plain = {"speculative": None, "tpot_target_ms": None, "prefix_caching": False, "windows": (None,)}
+        plain = {
+            "speculative": None,
+            "tpot_target_ms": None,
+            "prefix_caching": False,
+            "windows": (None,),
+            "window_blocks": None,
+        }
         while True:
             smaller = [
                 replace(plan, arrivals=plan.arrivals[:index] + plan.arrivals[index + 1 :])

@@ -37,6 +37,7 @@ def small_engine(
     num_blocks: int = 256,
     max_model_len: int = 400,
     windows: tuple[int | None, ...] = (None,),
+    window_blocks: int | None = None,
     prefix_caching: bool = True,
     seed: int | None = 0,
     runner: type[SimulatedRunner] = SimulatedRunner,
@@ -46,6 +47,7 @@ def small_engine(
 ) -> Engine:
     """An engine on a simulated runner; ``scheduler`` are fields of SchedulerConfig.
 
+    ``window_blocks``: what groups with a window have beside one that has none, which have ``num_blocks``.
     With a ``clock``, steps take ``latency`` of its time and no other time passes.
     """
     config = SchedulerConfig(**scheduler)
@@ -56,6 +58,9 @@ def small_engine(
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         max_logit_rows=min(max_sequences + SPARE_LOGIT_ROWS, config.max_num_batched_tokens),
+        group_blocks=()
+        if window_blocks is None or len(set(windows)) < 2
+        else tuple(num_blocks if window is None else window_blocks + 1 for window in windows),
     )
     architecture = simulated_architecture(vocab_size=VOCAB, max_positions=max_model_len, windows=windows)
     opened = runner(architecture, settings, latency=latency, sleep=clock.sleep if clock else time.sleep)

@@ -37,6 +37,7 @@ SIMULATED = World(
     choices={
         "num_blocks": [8, 8, 9, 10, 12, 20, 100],
         "windows": [(None,), (None, 20)],
+        "window_blocks": [None, 8, 8, 9, 30],
         "prefix_caching": [True, True, False],
         "max_num_seqs": [1, 3, 16, 16, 16],
         "max_num_batched_tokens": [4, 16, 25, 25, 60, 60, 512],

@@ -38,6 +38,8 @@ class Engine:
     ) -> None:
         architecture = runner.architecture
         pool_tokens = settings.num_blocks * BLOCK_SIZE
+        if settings.group_blocks:  # those with a window keep one of them empty
+            pool_tokens = min(pool_tokens, (min(settings.group_blocks) - 1) * BLOCK_SIZE)
         self.runner = runner
         self.limits = EngineLimits(
             vocab_size=architecture.vocab_size,
@@ -53,6 +55,8 @@ class Engine:
             max_model_len=self.limits.max_model_len,
             # An encoder's K and V depend on what follows: no text can use another's.
             prefix_caching=prefix_caching and not self.limits.embeds,
+            windows=tuple(group.window for group in architecture.kv_groups),
+            group_blocks=settings.group_blocks,
         )
         self.scheduler = Scheduler(
             config,
@@ -113,13 +117,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot."""
         scheduler, kv_cache = self.scheduler, self.kv_cache
-        available = kv_cache.num_available
         return EngineStats(
             num_running_seqs=scheduler.num_running,
             num_waiting_seqs=scheduler.num_waiting,
             num_blocks=kv_cache.num_blocks,
-            num_free_blocks=available,
-            kv_cache_usage=1.0 - available / kv_cache.num_blocks,
+            num_free_blocks=kv_cache.num_free,
+            kv_cache_usage=kv_cache.usage,
             prefix_cache_queries=scheduler.prefix_queries,
             prefix_cache_hits=scheduler.prefix_hits,
             prompt_tokens=scheduler.prompt_tokens,

@@ -86,9 +86,9 @@ class SimulatedRunner:
         self._latency = latency
         self._sleep = sleep
         self._windows = tuple(group.window for group in architecture.kv_groups)
-        num_slots = settings.num_blocks * BLOCK_SIZE
-        self._slot_tokens = [np.full(num_slots, -1, np.int32) for _ in self._windows]
-        self._slot_positions = [np.full(num_slots, -1, np.int32) for _ in self._windows]
+        num_slots = [settings.blocks_of(group) * BLOCK_SIZE for group in range(len(self._windows))]
+        self._slot_tokens = [np.full(count, -1, np.int32) for count in num_slots]
+        self._slot_positions = [np.full(count, -1, np.int32) for count in num_slots]
         self._logical = np.arange(settings.max_model_len + BLOCK_SIZE, dtype=np.int32)  # positions
         self._block_of, self._offset_of = np.divmod(self._logical, BLOCK_SIZE)
         self._weights = _mix((self._logical.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
@@ -158,7 +158,8 @@ class SimulatedRunner:
         """Fill the slots of one group, and check that each query finds what was written for its context."""
         tables, slots, window = batch.block_tables[group], batch.slot_mapping[group], self._windows[group]
         _require(
-            tables.min() >= 0 and tables.max() < self._settings.num_blocks, "a block outside of the pool"
+            tables.min() >= 0 and tables.max() < self._settings.blocks_of(group),
+            "a block outside of the pool",
         )
         starts, ends = batch.query_start[:-1], batch.context_len[:, None]
         owner = np.arange(len(starts)).repeat(batch.query_start[1:] - starts)
