@@ -31,7 +31,7 @@ def simulated(**settings: Any) -> Engine:
 
 SIMULATED = World(
     shapes=[
-        random_shape(seed, [tokens(80, 1), tokens(80, 2), tokens(9, 3) * 9], VOCAB, [1, 2, 17, 17, 45])
+        random_shape(seed, [tokens(80, 1), tokens(80, 2), tokens(9, 3) * 9], VOCAB, [1, 2, 9, 17, 40])
         for seed in range(240)
     ],
     choices={
