@@ -83,6 +83,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank
         self._in_flight: list[Sequence] = []
         self._tokens_in_flight = (0, 0)  # decoded and drafted ones, and those of prompts
+        self._prompt_budget = config.max_num_batched_tokens  # of the last step that had room for any
         self._num_arrived = 0
         self._next_expiry = math.inf
 
@@ -153,7 +154,7 @@ class Scheduler:
                 self._running,
                 self._waiting.lines(),
                 lambda seq: seq.num_tokens - self._kv.num_findable(seq, seen),
-                step_tokens=self.step_budget or self._config.max_num_batched_tokens,
+                step_tokens=self._prompt_budget,
                 tokens_per_step=1 + self._drafted,
             )
             for request, why in hopeless.items():
@@ -178,6 +179,7 @@ class Scheduler:
         decoded = self._config.max_num_batched_tokens - share.budget
         share.budget = left = self._pace.prompt_tokens(decoded, share.budget)
         self.step_budget = decoded + left
+        self._prompt_budget = left or self._prompt_budget
         for seq in self._prompts_in_order(prompts, share, now):
             share.give(seq)
             self._waiting.computed(seq, seq.num_scheduled)
