@@ -42,8 +42,8 @@ _REFUSALS = {
     "413": "The body is over the server's limit.",
     "415": "The body is compressed.",
     "500": "Generation failed.",
-    "504": "The request's `timeout_s` passed, or cannot be kept.",
     "503": "Loading, draining or overloaded: try again after `retry-after` seconds.",
+    "504": "The request's `timeout_s` has passed, or cannot be kept.",
 }
 
 
