@@ -25,10 +25,11 @@ PROMPT_TOKENS = 2000
 
 @dataclass
 class Seen:
-    """Seconds: a chat answer's per token, those between any two of its tokens, a book's to its first."""
+    """Seconds: a chat's per token and between any two tokens; to the first token of chats and books."""
 
     tpot: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
+    chat_ttft: list[float] = field(default_factory=list)
     book_ttft: list[float] = field(default_factory=list)
 
 
@@ -43,8 +44,9 @@ async def answer(frontend: Frontend, prompt: list[int], max_tokens: int) -> list
 
 async def chat(frontend: Frontend, rng: random.Random, end: float, seen: Seen) -> None:
     """One client: a short prompt, an answer, and again."""
-    while time.monotonic() < end:
+    while (started := time.monotonic()) < end:
         times = await answer(frontend, [rng.randrange(1000, 40_000) for _ in range(40)], CHAT_TOKENS)
+        seen.chat_ttft.append(times[0] - started)
         seen.tpot.append((times[-1] - times[0]) / (len(times) - 1))
         seen.itl += [later - earlier for earlier, later in itertools.pairwise(times)]
 
@@ -109,7 +111,7 @@ def main() -> None:
     print(f"undisturbed: {undisturbed_ms:.1f} ms a token with {arguments.chats} chats; below: ms")
     print(
         f"{'target':>10}{'TPOT p50':>10}{'p99':>8}{'p99/p50':>9}{'ITL p50':>9}{'p99':>8}{'max':>8}"
-        f"{'answers':>9}{'book TTFT s':>13}"
+        f"{'answers':>9}{'chat TTFT s':>13}{'book TTFT s':>13}"
     )
     for target in (None, target_ms):
         seen = measured(arguments, target, True, arguments.seconds)
@@ -118,7 +120,7 @@ def main() -> None:
         print(
             f"{'none' if target is None else f'{target:.1f} ms':>10}{p50:10.1f}{p99:8.1f}{p99 / p50:9.2f}"
             f"{itl[0]:9.1f}{itl[1]:8.1f}{itl[2]:8.1f}{len(seen.tpot):9}"
-            f"{statistics.median(seen.book_ttft):13.2f}",
+            f"{statistics.median(seen.chat_ttft):13.2f}{statistics.median(seen.book_ttft):13.2f}",
             flush=True,
         )
 
