@@ -38,8 +38,9 @@ class Engine:
     ) -> None:
         architecture = runner.architecture
         pool_tokens = settings.num_blocks * BLOCK_SIZE
-        if settings.group_blocks:  # those with a window keep one of them empty
-            pool_tokens = min(pool_tokens, (min(settings.group_blocks) - 1) * BLOCK_SIZE)
+        for count, group in zip(settings.group_blocks, architecture.kv_groups, strict=False):
+            usable = count if group.window is None else count - 1  # one of those stays empty
+            pool_tokens = min(pool_tokens, usable * BLOCK_SIZE)
         self.runner = runner
         self.limits = EngineLimits(
             vocab_size=architecture.vocab_size,
