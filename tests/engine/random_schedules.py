@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from small_engines import Answers, Clock, assert_idle, request, run
+from small_engines import Answers, Clock, assert_idle, check_blocks, request, run
 
 from headrace.engine.config import SpeculativeConfig
 from headrace.engine.engine import Engine
@@ -17,6 +17,8 @@ SPECULATION = (
     None,
     SpeculativeConfig(num_speculative_tokens=6, prompt_lookup_min=2, adaptive=False),
     SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=1),
+    SpeculativeConfig(method="draft_model", model="simulated", num_speculative_tokens=5, adaptive=False),
+    SpeculativeConfig(method="draft_model", model="simulated", num_speculative_tokens=3),
 )
 
 
@@ -143,14 +145,14 @@ class World:
         def step() -> None:
             nonlocal steps
             answers.take(engine.step())
-            engine.kv_cache.check()
+            check_blocks(engine)
             steps += 1
             for due, victim in aborts:
                 if due == steps:
                     ended = engine.abort(f"r{victim.number}", victim.abort_choice)
                     cut.update((output.request_id, output.choice) for output in ended)
                     answers.take(ended)
-                    engine.kv_cache.check()
+                    check_blocks(engine)
 
         for arrival in plan.arrivals:
             for _ in range(arrival.after_steps):

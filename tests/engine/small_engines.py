@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from headrace.backend.runner import RunnerSettings
 from headrace.backend.simulated import Latency, SimulatedRunner, simulated_architecture
 from headrace.engine.build import SPARE_LOGIT_ROWS
 from headrace.engine.config import SchedulerConfig
+from headrace.engine.draft_model import DraftModel
 from headrace.engine.engine import Engine
 from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
 
@@ -32,6 +33,17 @@ class Clock:
         self.now += seconds
 
 
+@dataclass(frozen=True)
+class DraftSizes:
+    """A draft model: sizes, and its runner (None = of the target's kind, so that its guesses are right)."""
+
+    runner: type[SimulatedRunner] | None = None
+    num_blocks: int = 256
+    max_model_len: int = 400
+    vocab_size: int = VOCAB
+    latency: Latency | None = None
+
+
 def small_engine(
     *,
     num_blocks: int = 256,
@@ -43,12 +55,14 @@ def small_engine(
     runner: type[SimulatedRunner] = SimulatedRunner,
     clock: Clock | None = None,
     latency: Latency | None = None,
+    draft: DraftSizes | None = None,
     **scheduler: Any,
 ) -> Engine:
     """An engine on a simulated runner; ``scheduler`` are fields of SchedulerConfig.
 
     ``window_blocks``: what groups with a window have beside one that has none, which have ``num_blocks``.
-    With a ``clock``, steps take ``latency`` of its time and no other time passes.
+    With a ``clock``, steps take ``latency`` of its time and no other time passes. ``draft``: the draft model
+    of ``speculative`` settings that ask for one.
     """
     config = SchedulerConfig(**scheduler)
     max_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -63,7 +77,32 @@ def small_engine(
         else tuple(num_blocks if window is None else window_blocks + 1 for window in windows),
     )
     architecture = simulated_architecture(vocab_size=VOCAB, max_positions=max_model_len, windows=windows)
-    opened = runner(architecture, settings, latency=latency, sleep=clock.sleep if clock else time.sleep)
+    sleep = clock.sleep if clock else time.sleep
+    opened = runner(architecture, settings, latency=latency, sleep=sleep)
+    drafter = None
+    if config.speculative is not None and config.speculative.method == "draft_model":
+        sizes = draft or DraftSizes()
+        small = replace(
+            settings,
+            num_blocks=min(sizes.num_blocks, num_blocks),
+            group_blocks=(),
+            max_model_len=min(sizes.max_model_len, max_model_len),
+            max_logit_rows=max_sequences,
+        )
+        drafter = DraftModel(
+            (sizes.runner or runner)(
+                simulated_architecture(
+                    vocab_size=sizes.vocab_size, max_positions=small.max_model_len, windows=windows
+                ),
+                small,
+                latency=sizes.latency,
+                sleep=sleep,
+            ),
+            small,
+            vocab_size=VOCAB,
+            prefix_caching=prefix_caching,
+            clock=clock or time.monotonic,
+        )
     return Engine(
         opened,
         settings,
@@ -71,7 +110,21 @@ def small_engine(
         prefix_caching=prefix_caching,
         seed=seed,
         clock=clock or time.monotonic,
+        drafter=drafter,
     )
+
+
+def check_blocks(engine: Engine) -> None:
+    """Prove that no block leaked, of the draft model's either."""
+    engine.kv_cache.check()
+    if (model := draft_model(engine)) is not None:
+        model.kv_cache.check()
+
+
+def draft_model(engine: Engine) -> DraftModel | None:
+    """The draft model of an engine that has one."""
+    speculation = engine.scheduler.speculation
+    return speculation.drafter if speculation and isinstance(speculation.drafter, DraftModel) else None
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -152,15 +205,18 @@ def finish(engine: Engine, answers: Answers, *, max_steps: int = 20_000) -> None
         if not engine.has_work:
             break
         answers.take(engine.step())
-        engine.kv_cache.check()
+        check_blocks(engine)
     assert_idle(engine)
     assert all(answer.finish_reason for answer in answers.values())
 
 
 def assert_idle(engine: Engine) -> None:
     """Nothing runs, waits or holds a block."""
-    engine.kv_cache.check()
+    check_blocks(engine)
     stats = engine.stats()
     assert (stats.num_running_seqs, stats.num_waiting_seqs) == (0, 0)
     assert stats.num_free_blocks == stats.num_blocks
-    assert all(count == 0 for pool in engine.kv_cache.pools for count in pool.references)
+    caches = [engine.kv_cache]
+    if (model := draft_model(engine)) is not None:
+        caches.append(model.kv_cache)
+    assert all(count == 0 for cache in caches for pool in cache.pools for count in pool.references)

@@ -8,20 +8,33 @@ from typing import Any
 
 import pytest
 from random_schedules import SPECULATION, World, random_shape
-from small_engines import VOCAB, Clock, small_engine, tokens
+from small_engines import VOCAB, Clock, DraftSizes, draft_model, small_engine, tokens
 from test_speculation import RepetitiveRunner
 
+from headrace.backend import open_runner
 from headrace.backend.batch import Batch, StepResult
 from headrace.backend.runner import RunnerSettings
-from headrace.backend.simulated import Latency
+from headrace.backend.simulated import Latency, SimulatedRunner
 from headrace.engine.build import build_engine
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from headrace.engine.draft_model import DraftModel
 from headrace.engine.engine import Engine
 from headrace.engine.memory import block_bytes
 from headrace.model.weights import open_checkpoint
 
 CASES, CHUNK = 2000, 100
 MAX_MODEL_LEN = 128
+QUICK = Latency(0.01, 0.001)
+DRAFTS = [
+    DraftSizes(latency=QUICK),
+    DraftSizes(latency=QUICK, num_blocks=9),
+    DraftSizes(latency=QUICK, num_blocks=2),
+    DraftSizes(latency=QUICK, max_model_len=50),
+    DraftSizes(latency=QUICK, vocab_size=VOCAB - 3),
+    DraftSizes(latency=QUICK, vocab_size=VOCAB + 9),
+    DraftSizes(latency=QUICK, runner=SimulatedRunner),  # guesses something else
+    DraftSizes(latency=Latency(0.2, 0.01)),  # takes longer than what it drafts for
+]
 
 
 def simulated(**settings: Any) -> Engine:
@@ -42,6 +55,7 @@ SIMULATED = World(
         "max_num_seqs": [1, 3, 16, 16, 16],
         "max_num_batched_tokens": [4, 16, 25, 25, 60, 60, 512],
         "speculative": list(SPECULATION),
+        "draft": DRAFTS,
         "tpot_target_ms": [None, None, 150.0, 400.0],
         "priority_aging_s": [0.0, 1.0, 10.0],
     },
@@ -71,13 +85,17 @@ def test_schedules_have_in_them_what_they_are_to_guard() -> None:
         ("num_preemptions", "deadlines_missed", "deadlines_refused", "draft_tokens_accepted"), 0
     )
     hits = 0
+    by_model = 0
     for seed in range(60):
-        stats = SIMULATED.check(SIMULATED.schedule(seed)).stats()
+        engine = SIMULATED.check(SIMULATED.schedule(seed))
+        stats = engine.stats()
         hits += stats.prefix_cache_hits
+        by_model += stats.draft_tokens_accepted if draft_model(engine) is not None else 0
         for name in totals:
             totals[name] += getattr(stats, name)
     assert all(totals.values()), totals
     assert hits > 1000
+    assert by_model > 100
 
 
 class Forgetful(RepetitiveRunner):
@@ -129,6 +147,11 @@ def smollm2(smollm2_path: Path) -> Iterator[World]:
         SchedulerConfig(max_num_batched_tokens=128, speculative=SPECULATION[1]),
     )
     runner = largest.runner
+    drafting = open_runner(
+        checkpoint,
+        "cpu",
+        RunnerSettings(num_blocks=64, max_batch_tokens=128, max_sequences=16, max_model_len=MAX_MODEL_LEN),
+    )
 
     def build(
         *, num_blocks: int = 64, clock: Clock | None = None, prefix_caching: bool = False, **scheduler: Any
@@ -142,8 +165,18 @@ def smollm2(smollm2_path: Path) -> Iterator[World]:
             max_model_len=MAX_MODEL_LEN,
             max_logit_rows=min(rows + 32, config.max_num_batched_tokens),
         )
+        clock = clock or TickingClock()
+        drafter = None
+        if config.speculative is not None and config.speculative.method == "draft_model":
+            drafter = DraftModel(
+                drafting,
+                settings,
+                vocab_size=runner.architecture.vocab_size,
+                prefix_caching=prefix_caching,
+                clock=clock,
+            )
         return Engine(
-            runner, settings, config, prefix_caching=prefix_caching, seed=0, clock=clock or TickingClock()
+            runner, settings, config, prefix_caching=prefix_caching, seed=0, clock=clock, drafter=drafter
         )
 
     phrase = [504, 5345, 282, 4649, 314, 42, 365, 260]
@@ -167,6 +200,7 @@ def smollm2(smollm2_path: Path) -> Iterator[World]:
         clock=TickingClock,
     )
     runner.close()
+    drafting.close()
 
 
 @pytest.mark.native

@@ -15,7 +15,7 @@ from headrace.backend.simulated import SimulatedRunner
 from headrace.engine.build import check_scheduler_config
 from headrace.engine.config import SchedulerConfig, SpeculativeConfig
 from headrace.engine.request import EngineRequest
-from headrace.engine.speculation import Acceptance
+from headrace.engine.speculation import Acceptance, best_lengths
 from headrace.engine.step_cost import StepCost
 from headrace.errors import ConfigError
 
@@ -186,11 +186,19 @@ def test_the_length_follows_acceptance_and_load() -> None:
     for tokens_in_step in (1, 4, 9, 2, 16, 1):
         cost.note(tokens_in_step, 0.010 + 0.001 * tokens_in_step)
     sure, doubtful = Acceptance(100, 98), Acceptance(100, 50)
-    assert sure.best_length(16, 1, cost) == 16
-    assert 0 < doubtful.best_length(16, 1, cost) < 6
-    assert Acceptance(100, 5).best_length(16, 1, cost) == 0
-    assert doubtful.best_length(16, 64, cost) == 0  # a full batch pays for every row
-    assert sure.best_length(16, 64, cost) > 0
+
+    def length(acceptance: Acceptance, sequences: int, draft_cost: StepCost | None = None) -> int:
+        others = [0.0] * (sequences - 1)
+        rates = [acceptance.rate, *others]
+        lengths, saved_s = best_lengths(rates, [16] + [0] * (sequences - 1), cost, draft_cost)
+        assert (saved_s > 0) == (lengths[0] > 0)
+        return lengths[0]
+
+    assert length(sure, 1) == 16
+    assert 0 < length(doubtful, 1) < 6
+    assert length(Acceptance(100, 5), 1) == 0
+    assert length(doubtful, 64) == 0  # a full batch pays for every row
+    assert length(sure, 64) > 0
 
 
 def test_the_cost_of_a_token_is_learnt() -> None:

@@ -70,7 +70,10 @@ def serve(
     prefix_caching: Annotated[bool, typer.Option(help="Share the KV blocks of equal beginnings.")] = True,
     speculative_config: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help='Speculative decoding, such as \'{"method": "ngram"}\'.'),
+        typer.Option(
+            metavar="JSON",
+            help='Speculative decoding: {"method": "ngram"}, or {"method": "draft_model", "model": REF}.',
+        ),
     ] = None,
     threads: options.Threads = 0,
     backend: options.Backend = "cpu",

@@ -11,6 +11,7 @@ import msgspec
 from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.runner import RunnerSettings
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from headrace.engine.draft_build import plan_draft
 from headrace.engine.engine import Engine
 from headrace.engine.kv_cache import blocks_for
 from headrace.engine.memory import block_bytes, check_memory, group_block_bytes
@@ -68,6 +69,7 @@ EngineSpec = CheckpointSpec | SimulatedSpec
 def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig) -> Engine:
     """Open the model at ``path`` (a file or a folder) and make an engine of it.
 
+    A draft model is a path here, too, and its tokens are taken to be the same.
     Raises ConfigError for settings that cannot be met, OutOfMemoryError (before loading) when memory does not
     suffice, ModelNotFoundError and ModelFormatError for what is at ``path``.
     """
@@ -100,10 +102,13 @@ def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: 
     settings = _runner_settings(
         num_blocks, max_model_len, scheduler, model.threads, model.device, group_blocks
     )
+    draft = plan_draft(scheduler.speculative, architecture, settings)
     if model.backend == "cpu":  # torch asks its own device
-        check_memory(checkpoint, model, settings)
+        check_memory(checkpoint, model, settings, draft)
     runner = open_runner(checkpoint, model.backend, settings)
-    return Engine(runner, settings, scheduler, prefix_caching=cache.enable_prefix_caching, seed=model.seed)
+    caching = cache.enable_prefix_caching
+    drafter = None if draft is None else draft.open(model.backend, architecture.vocab_size, caching)
+    return Engine(runner, settings, scheduler, prefix_caching=caching, seed=model.seed, drafter=drafter)
 
 
 def blocks_in_pool(architecture: Architecture, cache: CacheConfig) -> int:
@@ -196,11 +201,20 @@ def check_scheduler_config(scheduler: SchedulerConfig) -> None:
 
 def check_speculative_config(speculative: SpeculativeConfig) -> None:
     """Raise ConfigError naming the first setting that is wrong."""
-    _one_of("method", speculative.method, ("ngram",))
+    _one_of("method", speculative.method, ("ngram", "draft_model"))
     _whole("num_speculative_tokens", speculative.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
     _whole("prompt_lookup_max", speculative.prompt_lookup_max, 1, MAX_LOOKUP)
     _whole("prompt_lookup_min", speculative.prompt_lookup_min, 1, MAX_LOOKUP)
     _one_of("adaptive", speculative.adaptive, (True, False))
+    if speculative.method == "draft_model" and not (speculative.model and type(speculative.model) is str):
+        raise ConfigError(
+            f"model must name the model that drafts, such as a smaller one of the same family, not "
+            f"{speculative.model!r}.",
+            param="model",
+        )
+    _one_of("quantization", speculative.quantization, (None, "int8", "int4"))
+    if speculative.kv_cache_memory_bytes is not None:
+        _whole("kv_cache_memory_bytes", speculative.kv_cache_memory_bytes, 1)
     if speculative.prompt_lookup_min > speculative.prompt_lookup_max:
         raise ConfigError(
             f"prompt_lookup_min ({speculative.prompt_lookup_min}) must not be above prompt_lookup_max "

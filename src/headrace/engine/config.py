@@ -39,17 +39,27 @@ class CacheConfig:
     swap_space: float = 0.0
 
 
+_OF_NGRAM = ("prompt_lookup_max", "prompt_lookup_min")
+_OF_DRAFT_MODEL = ("model", "quantization", "kv_cache_memory_bytes")
+
+
 @dataclass(slots=True)
 class SpeculativeConfig:
     """Speculative decoding, in vLLM's words: drafts are verified, so they never change an answer.
 
     ``ngram``: prompt lookup. Where the last tokens (at least ``prompt_lookup_min``, preferably
-    ``prompt_lookup_max``) have occurred before, what followed then is the draft, at most
-    ``num_speculative_tokens`` long. ``adaptive``: draft fewer or none where it does not pay.
+    ``prompt_lookup_max``) have occurred before, what followed then is the draft.
+    ``draft_model``: what ``model``, any reference of the model store, would say greedily. It has the tokens
+    of the model that it drafts for. ``quantization`` is as in :class:`ModelConfig`, and
+    ``kv_cache_memory_bytes`` bounds its own KV pool (None: as many tokens as the other pool has).
+    Drafts are at most ``num_speculative_tokens`` long. ``adaptive``: fewer or none where it does not pay.
     """
 
-    method: Literal["ngram"] = "ngram"
+    method: Literal["ngram", "draft_model"] = "ngram"
     num_speculative_tokens: int = 8
+    model: str | None = None
+    quantization: Literal["int8", "int4"] | None = None
+    kv_cache_memory_bytes: int | None = None
     prompt_lookup_max: int = 8
     prompt_lookup_min: int = 3
     adaptive: bool = True
@@ -60,16 +70,20 @@ class SpeculativeConfig:
         if settings is None or isinstance(settings, cls):
             return settings
         names = [field.name for field in fields(cls)]
+        others = {"ngram": _OF_DRAFT_MODEL, "draft_model": _OF_NGRAM}
         if not isinstance(settings, Mapping) or "method" not in settings:
             raise ConfigError(
                 'speculative_config must be an object with a method, such as {"method": "ngram", '
                 '"num_speculative_tokens": 8}.',
                 param="speculative_config",
             )
+        method = settings["method"]
+        names = [name for name in names if name not in others.get(str(method), ())]
         for name in settings:
             if name not in names:
                 raise ConfigError(
-                    f"speculative_config has no {name!r}; there are {', '.join(names)}.",
+                    f"speculative_config has no {name!r} with method {method!r}; there are "
+                    f"{', '.join(names)}.",
                     param="speculative_config",
                 )
         chosen = dict(settings)

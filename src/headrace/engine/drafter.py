@@ -6,6 +6,7 @@ from array import array
 from typing import Protocol
 
 from headrace.engine.sequence import Rank, Sequence
+from headrace.engine.step_cost import StepCost
 
 _WINDOW = 2**15  # positions that are remembered of one sequence
 _LONGEST_WALK = 32  # earlier occurrences that are compared
@@ -15,6 +16,11 @@ _HASH_FACTOR = 0x9E3779B1
 class Drafter(Protocol):
     """Guesses continuations. Guesses are never trusted: a bad one costs time and changes nothing."""
 
+    @property
+    def cost(self) -> StepCost | None:
+        """What its steps take, each of which makes a token of every draft; None: nothing."""
+        ...
+
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """For each sequence at most ``limits[i]`` tokens that may follow those it has; none is fine.
 
@@ -22,8 +28,16 @@ class Drafter(Protocol):
         """
         ...
 
+    def start_s(self, seq: Sequence) -> float:
+        """Seconds of work before it can guess for ``seq``, beyond a usual step."""
+        ...
+
     def forget(self, seq: Sequence) -> None:
         """``seq`` has ended; one that was never seen is fine."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds. Closing twice is fine."""
         ...
 
 
@@ -39,6 +53,11 @@ class NgramDrafter:
         self._longest = longest
         self._indexes: dict[Rank, NgramIndex] = {}
 
+    @property
+    def cost(self) -> None:
+        """Nothing worth counting."""
+        return None
+
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """See :meth:`Drafter.propose`."""
         drafts = []
@@ -50,9 +69,16 @@ class NgramDrafter:
             drafts.append(index.continuation(limit))
         return drafts
 
+    def start_s(self, seq: Sequence) -> float:
+        """See :meth:`Drafter.start_s`."""
+        return 0.0
+
     def forget(self, seq: Sequence) -> None:
         """See :meth:`Drafter.forget`."""
         self._indexes.pop(seq.rank, None)
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 class NgramIndex:

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.runner import Runner, RunnerSettings
 from headrace.engine.config import SchedulerConfig
+from headrace.engine.drafter import Drafter
 from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
@@ -23,7 +24,8 @@ class Engine:
 
     ``settings`` are those the runner was opened with. ``seed`` starts the generator that seeds requests
     without a seed of their own; None takes it from the operating system. ``clock``: seconds; requests'
-    arrival times are read off the same one.
+    arrival times are read off the same one. ``drafter``: who guesses, and closes with the engine; None = as
+    ``config.speculative`` says, which then asks for prompt lookup or nothing.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Engine:
         prefix_caching: bool = True,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
     ) -> None:
         architecture = runner.architecture
         pool_tokens = settings.num_blocks * BLOCK_SIZE
@@ -66,6 +69,8 @@ class Engine:
             max_model_len=self.limits.max_model_len,
             max_logit_rows=settings.max_logit_rows,
             whole=self.limits.embeds,
+            drafter=drafter,
+            clock=clock,
         )
         self._clock = clock
         self._seeds = random.Random(seed)
@@ -144,6 +149,7 @@ class Engine:
         if speculation is None:
             return {}
         return {
+            "draft_seconds": speculation.seconds,
             "draft_tokens": speculation.draft_tokens,
             "draft_tokens_accepted": speculation.accepted_tokens,
             "draft_tokens_per_position": list(speculation.drafted_per_position),
@@ -151,5 +157,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Release the runner. Closing twice is fine."""
+        """Release the runner, and the drafter's. Closing twice is fine."""
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.close()
         self.runner.close()

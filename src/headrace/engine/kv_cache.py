@@ -169,6 +169,10 @@ class KVCache:
         """Whether the tables do not cover all of the sequence's tokens yet."""
         return blocks_for(seq.num_tokens) > self._num_held[seq.row]
 
+    def num_spare_slots(self, seq: Sequence) -> int:
+        """Tokens beyond the sequence's own that its tables cover."""
+        return self._num_held[seq.row] * BLOCK_SIZE - seq.num_tokens
+
     def grow(self, seq: Sequence) -> bool:
         """Make the tables cover all of the sequence's tokens. False, and nothing changed, without blocks."""
         missing = blocks_for(seq.num_tokens) - self._num_held[seq.row]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -12,6 +13,9 @@ from headrace.engine.config import ModelConfig
 from headrace.errors import OutOfMemoryError
 from headrace.model.architecture import Architecture
 from headrace.model.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from headrace.engine.draft_build import DraftPlan
 
 KV_BYTES_PER_VALUE = 2  # bfloat16
 _NARROWED = {"int8": 9 / 16, "int4": 5 / 16}  # of 16-bit weights: codes and one scale for each group
@@ -32,21 +36,36 @@ def block_bytes(architecture: Architecture) -> int:
     return sum(group_block_bytes(architecture))
 
 
-def check_memory(checkpoint: Checkpoint, model: ModelConfig, settings: RunnerSettings) -> None:
-    """Raise OutOfMemoryError if weights, KV pool and scratch will not fit into what is available."""
-    weights = weight_bytes(checkpoint.path) * _NARROWED.get(model.quantization or "", 1.0)
+def check_memory(
+    checkpoint: Checkpoint, model: ModelConfig, settings: RunnerSettings, draft: DraftPlan | None = None
+) -> None:
+    """Raise OutOfMemoryError if weights, KV pool and scratch will not fit into what is available.
+
+    Those of a draft model count, too.
+    """
+    weights, pool, needed = _needs(checkpoint, model.quantization, settings)
+    beside = 0 if draft is None else _needs(draft.checkpoint, draft.quantization, draft.settings)[2]
+    needed += beside
+    available = available_bytes()
+    if needed > available:
+        drafts = f", {_mib(beside)} for the draft model" if beside else ""
+        raise OutOfMemoryError(
+            f"The model needs about {_mib(needed)} MiB ({_mib(weights)} of weights, {_mib(pool)} of KV "
+            f"cache{drafts}), but only {_mib(available)} MiB are available. Lower kv_cache_memory_bytes "
+            "(--kv-cache-memory), choose a stronger quantization or a smaller model."
+        )
+
+
+def _needs(
+    checkpoint: Checkpoint, quantization: str | None, settings: RunnerSettings
+) -> tuple[int, int, int]:
+    """Bytes of weights, of the KV pool, and of both with all else."""
+    weights = int(weight_bytes(checkpoint.path) * _NARROWED.get(quantization or "", 1.0))
     pool = sum(
         settings.blocks_of(group) * size
         for group, size in enumerate(group_block_bytes(checkpoint.architecture))
     )
-    needed = int(weights) + pool + scratch_bytes(checkpoint.architecture, settings) + _FIXED_BYTES
-    available = available_bytes()
-    if needed > available:
-        raise OutOfMemoryError(
-            f"The model needs about {_mib(needed)} MiB ({_mib(int(weights))} of weights, {_mib(pool)} of KV "
-            f"cache), but only {_mib(available)} MiB are available. Lower kv_cache_memory_bytes "
-            "(--kv-cache-memory), choose a stronger quantization or a smaller model."
-        )
+    return weights, pool, weights + pool + scratch_bytes(checkpoint.architecture, settings) + _FIXED_BYTES
 
 
 def weight_bytes(path: Path) -> int:

@@ -22,14 +22,17 @@ class Pace:
         self._target_s = target_s
         self._since_look = 0
 
-    def prompt_tokens(self, decode_tokens: int, most: int) -> int:
-        """Prompt tokens, up to ``most``, that go with so many decoded and drafted ones in the next step."""
+    def prompt_tokens(self, decode_tokens: int, most: int, *, spent_s: float = 0.0) -> int:
+        """Prompt tokens, up to ``most``, that go with so many decoded and drafted ones in the next step.
+
+        ``spent_s``: what drafting for it has taken already.
+        """
         if self._target_s is None or decode_tokens == 0:
             return most
         self._since_look += 1
         if self._since_look > _LOOK_EVERY:
             return 0
-        left = self._target_s - self._cost.line(decode_tokens)[0]
+        left = self._target_s - spent_s - self._cost.line(decode_tokens)[0]
         each = self._cost.prompt_token_s
         fit = int(left / each) if left > 0 and each > 0 else 0
         return min(most, max(_LEAST, fit // BLOCK_SIZE * BLOCK_SIZE))

@@ -195,6 +195,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     deadlines_refused: int = 0  # requests that ended early because it could not be kept
     num_tenants: int = 0  # that have a sequence waiting or running
     step_token_budget: int = 0  # tokens that the last step could have had
+    draft_seconds: float = 0.0  # spent on making drafts, total; step_seconds has them, too
     draft_tokens: int = 0  # verified in steps
     draft_tokens_accepted: int = 0
     draft_tokens_per_position: list[int] = msgspec.field(default_factory=list)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from headrace.backend.batch import Batch, StepResult
 from headrace.engine.assemble import assemble
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.deadlines import Deadlines
+from headrace.engine.drafter import Drafter
 from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.outcome import NOT_FINITE, Outcome, StepOutcomes, why_failed
@@ -55,6 +57,8 @@ class Scheduler:
         max_model_len: int,
         max_logit_rows: int,
         whole: bool = False,
+        drafter: Drafter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._whole = whole
         self.max_model_len = max_model_len
@@ -68,7 +72,7 @@ class Scheduler:
         self.step_budget = 0
         cost = StepCost()
         speculative = config.speculative
-        self.speculation = None if speculative is None else Speculation(speculative, cost)
+        self.speculation = None if speculative is None else Speculation(speculative, cost, drafter, clock)
         self._drafted = 0 if speculative is None else speculative.num_speculative_tokens
         self._config = config
         self._kv = kv_cache
@@ -173,11 +177,14 @@ class Scheduler:
             lacks_one = seq.num_tokens - seq.num_computed_tokens == 1 and not seq.lacks_prompt_logprobs
             (decodes if lacks_one else prompts).append(seq)
         share = Share(self._config.max_num_batched_tokens, self._spare_rows)
+        drafting_s = 0.0
         if self.speculation is not None and decodes:
+            drafting_s = -self.speculation.seconds
             share.spare_rows -= self._draft(self.speculation, decodes, share)
+            drafting_s += self.speculation.seconds
         share.give_decodes(decodes)
         decoded = self._config.max_num_batched_tokens - share.budget
-        share.budget = left = self._pace.prompt_tokens(decoded, share.budget)
+        share.budget = left = self._pace.prompt_tokens(decoded, share.budget, spent_s=drafting_s)
         self.step_budget = decoded + left
         self._prompt_budget = left or self._prompt_budget
         for seq in self._prompts_in_order(prompts, share, now):
@@ -230,13 +237,14 @@ class Scheduler:
         room = min(share.spare_rows, share.budget - len(self._running))
         if room <= 0:
             return 0
-        limits = [min(self._most_drafted(seq), room // len(decodes) or 1) for seq in decodes]
+        # Blocks that the others will soon need are not for guesses.
+        may_grow = self._kv.num_available > len(self._running)
+        limits = [min(self._most_drafted(seq, may_grow), room // len(decodes) or 1) for seq in decodes]
         placed = 0
         for seq, draft in zip(decodes, speculation.propose(decodes, limits), strict=True):
             if not draft or placed + len(draft) > room:
                 continue
             seq.place_draft(draft)
-            # Blocks that the others will soon need are not for guesses.
             if self._kv.lacks_blocks(seq) and not (
                 self._kv.num_available > len(self._running) and self._kv.grow(seq)
             ):
@@ -244,13 +252,16 @@ class Scheduler:
             placed += seq.num_draft_tokens
         return placed
 
-    def _most_drafted(self, seq: Sequence) -> int:
-        """So many that, all of them accepted and one more sampled, no limit is passed."""
+    def _most_drafted(self, seq: Sequence, may_grow: bool) -> int:
+        """So many that, all of them accepted and one more sampled, no limit is passed.
+
+        Unless it ``may_grow``, its draft has to fit into the blocks that it has.
+        """
         room = self.max_model_len - seq.num_tokens
         max_tokens = seq.request.params.max_tokens
         if max_tokens is not None:
             room = min(room, max_tokens - seq.num_output_tokens)
-        return room - 1
+        return room - 1 if may_grow else min(room - 1, self._kv.num_spare_slots(seq))
 
     def _prompts_in_order(self, running: list[Sequence], share: Share, now: float) -> Iterator[Sequence]:
         """Those that lack more than a token, newcomers included, while tokens last: the most urgent first."""

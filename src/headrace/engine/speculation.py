@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.engine.config import SpeculativeConfig
@@ -10,74 +12,123 @@ from headrace.engine.sequence import Rank, Sequence
 from headrace.engine.step_cost import StepCost
 
 _KEPT = 0.85  # of what earlier drafts said about acceptance, at each new one
+_KEPT_OF_ALL = 0.98  # the same of all sequences' drafts together
 _PRIOR_TOKENS, _PRIOR_ACCEPTED = 2.0, 1.2  # what a sequence without drafts is taken for
 _PROBE_EVERY = 32  # drafts that did not pay, until the next one is tried all the same
 _PROBE_TOKENS = 2
+_COUNTED_ON = (
+    256  # tokens still to come, at most, that computing a prompt in a draft model is weighed against
+)
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often a sequence's drafted tokens were accepted, given that the ones before them were."""
+    """How often drafted tokens were accepted, given that the ones before them were."""
 
     tokens: float = _PRIOR_TOKENS
     accepted: float = _PRIOR_ACCEPTED
     skipped: int = 0  # drafts in a row that did not pay
 
-    def note(self, drafted: int, accepted: int) -> None:
+    @property
+    def rate(self) -> float:
+        """The chance of a drafted token."""
+        return self.accepted / self.tokens
+
+    def note(self, drafted: int, accepted: int, kept: float = _KEPT) -> None:
         """A step verified ``drafted`` tokens and accepted the first ``accepted`` of them."""
-        self.tokens = _KEPT * self.tokens + min(accepted + 1, drafted)
-        self.accepted = _KEPT * self.accepted + accepted
+        self.tokens = kept * self.tokens + min(accepted + 1, drafted)
+        self.accepted = kept * self.accepted + accepted
         self.skipped = 0
 
-    def best_length(self, limit: int, sequences: int, cost: StepCost) -> int:
-        """The draft length, up to ``limit``, that gives the most tokens a second.
 
-        ``sequences``: how many others and itself take one token in the step in any case.
-        """
-        step_s, token_s = cost.line(sequences)
-        rate, chance = self.accepted / self.tokens, 1.0
-        expected, best, best_speed = float(sequences), 0, sequences / step_s
-        for length in range(1, limit + 1):
-            chance *= rate
-            expected += chance
-            speed = expected / (step_s + length * token_s)
-            if speed <= best_speed:
-                break
-            best, best_speed = length, speed
-        return best
+def best_lengths(
+    rates: list[float], limits: list[int], cost: StepCost, draft_cost: StepCost | None = None
+) -> tuple[list[int], float]:
+    """Draft lengths, up to ``limits``, that give a step's sequences the most tokens a second together.
+
+    ``rates``: each one's chance of a drafted token. ``cost``: of the step, which takes one token of each in
+    any case. ``draft_cost``: of the small steps that make one drafted token each, of all sequences that want
+    it; None: drafts are free. Also returns the seconds that drafting saves for each token of the answers.
+    """
+    step_s, token_s = cost.line(len(rates))
+    if not cost.is_measured:  # its seconds are only shares, which a draft's cannot be compared with
+        draft_cost = None
+    row_s = token_s + (draft_cost.line(len(rates))[1] if draft_cost else 0.0)
+    seconds, expected = step_s, float(len(rates))
+    plain_speed = best_speed = expected / seconds
+    chances, lengths = [1.0] * len(rates), [0] * len(rates)
+    best = lengths.copy()
+    for length in range(1, max(limits, default=0) + 1):
+        longer = []
+        for index, limit in enumerate(limits):
+            if limit >= length and lengths[index] == length - 1:
+                chances[index] *= rates[index]
+                if chances[index] > best_speed * row_s:
+                    longer.append(index)
+        if not longer:
+            break
+        for index in longer:
+            lengths[index] = length
+            expected += chances[index]
+        seconds += len(longer) * token_s + (draft_cost.line(len(longer))[0] if draft_cost else 0.0)
+        if expected / seconds > best_speed:
+            best, best_speed = lengths.copy(), expected / seconds
+    return best, 1 / plain_speed - 1 / best_speed
 
 
 class Speculation:
     """Proposes drafts for sequences that lack only their last token, and learns what became of them."""
 
-    def __init__(self, config: SpeculativeConfig, cost: StepCost) -> None:
-        """``cost``: what steps take, kept up to date by their owner."""
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        cost: StepCost,
+        drafter: Drafter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``cost``: what steps take, kept up to date by their owner. ``drafter``: None = prompt lookup."""
         self.draft_tokens = 0
         self.accepted_tokens = 0
         self.drafted_per_position = [0] * config.num_speculative_tokens
         self.accepted_per_position = [0] * config.num_speculative_tokens
+        self.seconds = 0.0  # that drafting took
+        self.drafter: Drafter = drafter or NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
         self._config = config
-        self._drafter: Drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
         self._acceptance: dict[Rank, Acceptance] = {}
+        self._overall = Acceptance()
+        self._unverified = 0  # calls in a row of which no draft was verified
+        self._forced: set[Rank] = set()  # whose drafts in the step are no guesses
         self._cost = cost
+        self._clock = clock
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """For each sequence of a step a draft of at most ``limits[i]`` tokens, fewer where they don't pay."""
-        most = self._config.num_speculative_tokens
-        drafts = self._drafter.propose(sequences, [min(limit, most) for limit in limits])
-        for index, (seq, limit) in enumerate(zip(sequences, limits, strict=True)):
-            if seq.matcher is not None:
-                if forced := seq.matcher.forced():  # no guess: what the grammar leaves no choice about
-                    drafts[index] = forced[: max(0, min(limit, most))]
-                    continue
-                del drafts[index][seq.matcher.num_allowed(drafts[index]) :]
-            if self._config.adaptive and drafts[index]:
-                del drafts[index][self._length(seq, len(drafts[index]), len(sequences)) :]
+        start = self._clock()
+        limits = [max(0, min(limit, self._config.num_speculative_tokens)) for limit in limits]
+        forced: dict[int, list[int]] = {}
+        for index, seq in enumerate(sequences):
+            if seq.matcher is not None and (tokens := seq.matcher.forced()):
+                # No guess: what the grammar leaves no choice about.
+                forced[index], limits[index] = tokens[: limits[index]], 0
+        if self.drafter.cost is None:
+            drafts = self._allowed(sequences, self.drafter.propose(sequences, limits))
+            lengths = self._lengths(sequences, [len(draft) for draft in drafts])
+            drafts = [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
+        else:
+            lengths = self._lengths(sequences, limits)
+            drafts = self._allowed(sequences, self.drafter.propose(sequences, lengths))
+        for index, tokens in forced.items():
+            drafts[index] = tokens
+        self._forced = {sequences[index].rank for index in forced}
+        self.seconds += self._clock() - start
         return drafts
 
     def note_draft(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """A step verified ``drafted`` tokens of ``seq`` and accepted the first ``accepted`` of them."""
-        self._acceptance.setdefault(seq.rank, Acceptance()).note(drafted, accepted)
+        if seq.rank not in self._forced:
+            self._acceptance_of(seq).note(drafted, accepted)
+            self._overall.note(drafted, accepted, _KEPT_OF_ALL)
+            self._unverified = 0
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
         for position in range(drafted):
@@ -87,15 +138,55 @@ class Speculation:
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` has ended."""
-        self._drafter.forget(seq)
+        self.drafter.forget(seq)
         self._acceptance.pop(seq.rank, None)
 
-    def _length(self, seq: Sequence, limit: int, sequences: int) -> int:
-        acceptance = self._acceptance.setdefault(seq.rank, Acceptance())
-        length = acceptance.best_length(limit, sequences, self._cost)
-        if length == 0:
-            acceptance.skipped += 1
-            if acceptance.skipped >= _PROBE_EVERY:
-                acceptance.skipped = 0
-                return min(limit, _PROBE_TOKENS)
-        return length
+    def close(self) -> None:
+        """Release what the drafter holds. Closing twice is fine."""
+        self.drafter.close()
+
+    def _allowed(self, sequences: list[Sequence], drafts: list[list[int]]) -> list[list[int]]:
+        """The drafts as far as the sequences' grammars allow them."""
+        return [
+            draft if seq.matcher is None else draft[: seq.matcher.num_allowed(draft)]
+            for seq, draft in zip(sequences, drafts, strict=True)
+        ]
+
+    def _acceptance_of(self, seq: Sequence) -> Acceptance:
+        acceptance = self._acceptance.get(seq.rank)
+        if acceptance is None:
+            acceptance = Acceptance()
+            if self.drafter.cost is not None:
+                # How good a model guesses is more its own affair than the sequence's, and to find that out
+                # again for each one would cost the same again.
+                acceptance.accepted = self._overall.rate * acceptance.tokens
+                acceptance.skipped = self._unverified
+            self._acceptance[seq.rank] = acceptance
+        return acceptance
+
+    def _lengths(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
+        """The draft lengths that pay, and short ones to try again where none has paid for long."""
+        if not self._config.adaptive:
+            return limits
+        acceptances = [self._acceptance_of(seq) for seq in sequences]
+        rates = [acceptance.rate for acceptance in acceptances]
+        lengths, saved_s = best_lengths(rates, limits, self._cost, self.drafter.cost)
+        for index, seq in enumerate(sequences):
+            if lengths[index] and self.drafter.start_s(seq) > saved_s * _to_come(seq):
+                lengths[index] = 0
+        self._unverified += 1
+        # Others' probes go along with whatever is drafted anyway: a draft model's step costs much the same
+        # for one sequence as for all.
+        probing = any(lengths) or self._unverified >= _PROBE_EVERY
+        for index, acceptance in enumerate(acceptances):
+            if limits[index] > 0 and lengths[index] == 0:
+                acceptance.skipped += 1
+                if probing and acceptance.skipped >= _PROBE_EVERY:
+                    lengths[index] = min(limits[index], _PROBE_TOKENS)
+        return lengths
+
+
+def _to_come(seq: Sequence) -> int:
+    """Tokens that ``seq`` may still have, as far as one can count on them."""
+    max_tokens = seq.request.params.max_tokens
+    return _COUNTED_ON if max_tokens is None else min(_COUNTED_ON, max_tokens - seq.num_output_tokens)

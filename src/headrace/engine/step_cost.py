@@ -50,6 +50,11 @@ class StepCost:
         self._covariance = (1 - share) * (self._covariance + share * off * late)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether a step without prompt tokens was seen, so that lines are in seconds."""
+        return self._weight > 0
+
+    @property
     def is_known(self) -> bool:
         """Whether enough steps of both kinds were seen to predict seconds."""
         return self._weight >= _ENOUGH and self._prompt_weight >= _ENOUGH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import threading
@@ -23,7 +24,7 @@ from headrace.engine.request import (
     StructuredOutputs,
 )
 from headrace.engine.validate import wrong_kind
-from headrace.errors import ContextLengthError, InvalidRequestError
+from headrace.errors import ConfigError, ContextLengthError, InvalidRequestError
 from headrace.frontend.embedding import EmbeddingJob
 from headrace.frontend.outputs import TextOutput
 from headrace.frontend.text_request import TextRequest
@@ -379,13 +380,36 @@ def open_frontend(
     if cache.swap_space:
         warnings.warn("swap_space is not used yet: there is no second tier of KV blocks", stacklevel=2)
     path = store.resolve(model.model, progress=progress)
-    loading = _InBackground(lambda: load_tokenizer(path))
+    draft = None
+    speculative = scheduler.speculative
+    if speculative is not None and speculative.method == "draft_model":
+        from headrace.engine.build import check_speculative_config
+
+        check_speculative_config(speculative)
+        draft = store.resolve(str(speculative.model), progress=progress)
+        speculative = dataclasses.replace(speculative, model=str(draft))
+        scheduler = dataclasses.replace(scheduler, speculative=speculative)
+    loading = _InBackground(lambda: _tokenizer_of(path, draft))
     client = _open_client(path, model, cache, scheduler, process=process)
     try:
         return Frontend(client, loading.result(), model.model)
     except BaseException:
         client.close()
         raise
+
+
+def _tokenizer_of(path: Path, draft: Path | None) -> Tokenizer:
+    """The model's. Raises ConfigError if its draft model has other tokens."""
+    tokenizer = load_tokenizer(path)
+    if draft is not None and draft != path:
+        difference = tokenizer.difference(load_tokenizer(draft))
+        if difference is not None:
+            raise ConfigError(
+                f"The draft model {draft.name} has another vocabulary: {difference}. Take one with the same "
+                "tokenizer, as smaller models of the same family have.",
+                param="model",
+            )
+    return tokenizer
 
 
 def _open_client(

@@ -127,6 +127,19 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
+    def difference(self, other: Tokenizer) -> str | None:
+        """The first thing that keeps ``other``'s ids from meaning the same as this one's; None: nothing.
+
+        Compares what each id stands for and whether it is a control token. Which of them ends a turn, and
+        how texts are cut into tokens, makes no difference to ids.
+        """
+        for token_id in range(max(self.vocab_size, other.vocab_size)):
+            ours, theirs = self.token_bytes(token_id), other.token_bytes(token_id)
+            if ours != theirs:
+                return f"id {token_id} is {ours!r} in one and {theirs!r} in the other"
+        special = sorted(self.special_token_ids ^ other.special_token_ids)
+        return f"id {special[0]} is a control token in one of them only" if special else None
+
     @cached_property
     def fingerprint(self) -> str:
         """Equal for tokenizers that give the same ids: hashes the vocabulary and a sample's encoding."""

@@ -32,6 +32,7 @@ _OURS_ONLY = tuple(
         "tenants_",
         "batch_tokens",
         "device_",
+        "draft_seconds",
         "http_",
         "model_load_",
     )
@@ -61,6 +62,7 @@ class Stats(Protocol):
     deadlines_refused: int
     num_tenants: int
     step_token_budget: int
+    draft_seconds: float
     draft_tokens: int
     draft_tokens_accepted: int
     draft_tokens_accepted_per_position: list[int]
@@ -181,6 +183,7 @@ class _EngineCollector(Collector):
         yield self._gauge(
             "step_token_budget", "Most tokens of the last step: see tpot_target.", stats.step_token_budget
         )
+        yield self._counter("draft_seconds", "Time spent on making drafts.", stats.draft_seconds)
         yield self._counter("draft_tokens", "Tokens drafted and verified.", stats.draft_tokens)
         yield self._counter("draft_tokens_accepted", "Drafted tokens kept.", stats.draft_tokens_accepted)
         yield self._per_position(stats.draft_tokens_accepted_per_position)
