@@ -16,6 +16,7 @@ _KEPT_OF_ALL = 0.98  # the same of all sequences' drafts together
 _PRIOR_TOKENS, _PRIOR_ACCEPTED = 2.0, 1.2  # what a sequence without drafts is taken for
 _PROBE_EVERY = 32  # drafts that did not pay, until the next one is tried all the same
 _PROBE_TOKENS = 2
+_PROBE_SHARE = 0.03  # of the time, at most, that trying again takes
 _COUNTED_ON = (
     256  # tokens still to come, at most, that computing a prompt in a draft model is weighed against
 )
@@ -50,9 +51,9 @@ def best_lengths(
     any case. ``draft_cost``: of the small steps that make one drafted token each, of all sequences that want
     it; None: drafts are free. Also returns the seconds that drafting saves for each token of the answers.
     """
+    if draft_cost is not None and not cost.is_measured:
+        return [0] * len(rates), 0.0  # the next step will tell what theirs compare with
     step_s, token_s = cost.line(len(rates))
-    if not cost.is_measured:  # its seconds are only shares, which a draft's cannot be compared with
-        draft_cost = None
     row_s = token_s + (draft_cost.line(len(rates))[1] if draft_cost else 0.0)
     seconds, expected = step_s, float(len(rates))
     plain_speed = best_speed = expected / seconds
@@ -175,15 +176,30 @@ class Speculation:
             if lengths[index] and self.drafter.start_s(seq) > saved_s * _to_come(seq):
                 lengths[index] = 0
         self._unverified += 1
-        # Others' probes go along with whatever is drafted anyway: a draft model's step costs much the same
-        # for one sequence as for all.
-        probing = any(lengths) or self._unverified >= _PROBE_EVERY
+        due = []
         for index, acceptance in enumerate(acceptances):
             if limits[index] > 0 and lengths[index] == 0:
                 acceptance.skipped += 1
-                if probing and acceptance.skipped >= _PROBE_EVERY:
-                    lengths[index] = min(limits[index], _PROBE_TOKENS)
+                if acceptance.skipped >= _PROBE_EVERY:
+                    due.append(index)
+        # They go along with whatever is drafted anyway: a draft model's step costs much the same for one
+        # sequence as for all.
+        if due and (any(lengths) or self._may_probe([sequences[index] for index in due], limits)):
+            for index in due:
+                lengths[index] = min(limits[index], _PROBE_TOKENS)
         return lengths
+
+    def _may_probe(self, due: list[Sequence], limits: list[int]) -> bool:
+        """Whether it is time to try again for these, of a step with drafts up to ``limits``."""
+        if self._unverified < _PROBE_EVERY:
+            return False
+        draft_cost = self.drafter.cost
+        if draft_cost is None:
+            return True
+        if not any(best_lengths([1.0] * len(limits), limits, self._cost, draft_cost)[0]):
+            return False  # the best of guesses would not pay
+        seconds = _PROBE_TOKENS * draft_cost.line(len(due))[0] + sum(map(self.drafter.start_s, due))
+        return seconds <= _PROBE_SHARE * self._unverified * self._cost.line(len(limits))[0]
 
 
 def _to_come(seq: Sequence) -> int:
