@@ -294,28 +294,32 @@ def test_the_same_alone_among_others_and_after_preemption(grammars: GrammarCompi
 
 
 SPECULATIVE = SpeculativeConfig(num_speculative_tokens=6, prompt_lookup_min=1, adaptive=False)
+BY_MODEL = SpeculativeConfig(
+    method="draft_model", model="simulated", num_speculative_tokens=6, adaptive=False
+)
 
 
-def test_drafts_change_nothing(grammars: GrammarCompiler) -> None:
+@pytest.mark.parametrize("speculative", [SPECULATIVE, BY_MODEL], ids=["ngram", "draft_model"])
+def test_drafts_change_nothing(grammars: GrammarCompiler, speculative: SpeculativeConfig) -> None:
     """Behind a drafted token the mask is another one; behind a forbidden one there is none."""
     together, _ = everything(grammars)
     for settings in ({}, {"num_blocks": 16}, {"max_num_batched_tokens": 16}):
-        drafted, _ = everything(grammars, speculative=SPECULATIVE, **settings)
+        drafted, _ = everything(grammars, speculative=speculative, **settings)
         assert drafted.texts() == together.texts()
 
 
 def test_forced_tokens_are_not_computed_one_by_one(grammars: GrammarCompiler) -> None:
     kind = {"regex": "[ab]" + "x" * 40 + "[ab]" + "y" * 40}
     steps, texts = [], []
-    for speculative in (None, SPECULATIVE):
+    for speculative in (None, SPECULATIVE, BY_MODEL):
         engine = small_engine(speculative=speculative)
         engine.add(asks("r", [1, 2, 3], kind), grammars.compile(StructuredOutputs(**kind)))
         answers = Answers()
         finish(engine, answers)
         steps.append(engine.stats().num_steps)
         texts.append(answers.texts())
-    assert texts[0] == texts[1]
-    assert steps[0] > 80 > 20 > steps[1]
+    assert texts[0] == texts[1] == texts[2]
+    assert steps[0] > 80 > 20 > max(steps[1:])
 
 
 def test_a_dead_end_behind_drafts_is_the_same(grammars: GrammarCompiler) -> None:

@@ -1,13 +1,21 @@
-"""Prompt lookup on the default model: other steps, the same answers, bit by bit."""
+"""Speculation on the default model: other steps, the same answers, bit by bit."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
+from safetensors.numpy import save_file
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError
+from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.tokenizer_cache import convert_file
+from tests.frontend.byte_model import TURN, byte_backend
 
 pytestmark = pytest.mark.native
 TEXT = (
@@ -28,7 +36,8 @@ def test_the_same_answers(smollm2_path: Path, temperature: float) -> None:
         for more in ({"n": 2}, {"repetition_penalty": 1.1}, {"prompt_logprobs": 1})
     ]
     answers = []
-    for config in (None, {"method": "ngram", "num_speculative_tokens": 6, "adaptive": False}):
+    for method in (None, {"method": "ngram"}, {"method": "draft_model", "model": "smollm2-135m"}):
+        config = method and method | {"num_speculative_tokens": 6, "adaptive": False}
         with LLM(
             "smollm2-135m",
             max_model_len=256,
@@ -38,9 +47,86 @@ def test_the_same_answers(smollm2_path: Path, temperature: float) -> None:
             together = llm.generate(PROMPTS, params, use_tqdm=False)
             alone = llm.generate(PROMPTS[:1], params[:1], use_tqdm=False)
             answers.append([(answer.outputs, answer.prompt_logprobs) for answer in [*together, *alone]])
-            stats = llm.stats()
-    assert answers[0] == answers[1]
-    assert stats.draft_tokens_accepted > 0
+            assert config is None or llm.stats().draft_tokens_accepted > 0
+    assert answers[0] == answers[1] == answers[2]
+
+
+def random_model(folder: Path, vocab_size: int, tokenizer: bytes) -> Path:
+    """A Llama of random weights and hardly any layers: always wrong, and cheap."""
+    rng = np.random.default_rng(1)
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    layer = {
+        **{f"self_attn.{name}_proj": (64, 64) for name in "qkvo"},
+        **{f"mlp.{name}_proj": (64, 64) for name in ("gate", "up", "down")},
+        "input_layernorm": (64,),
+        "post_attention_layernorm": (64,),
+    }
+    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": (vocab_size, 64), "model.norm.weight": (64,)}
+    tensors = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_bytes(tokenizer)
+    return folder
+
+
+def test_a_model_that_is_always_wrong(smollm2_path: Path, tmp_path: Path) -> None:
+    """It has to find out, stop, and leave the answer alone."""
+    files = convert_file(smollm2_path)
+    config = {
+        "method": "draft_model",
+        "model": str(random_model(tmp_path / "random", 49152, files["tokenizer.json"])),
+        "quantization": "int8",
+        "kv_cache_memory_bytes": 2**20,
+    }
+    params = SamplingParams(max_tokens=160, temperature=0, ignore_eos=True)
+    settings: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": 32 * 2**20}
+    with (
+        LLM("smollm2-135m", **settings) as plain,
+        LLM("smollm2-135m", speculative_config=config, **settings) as llm,
+    ):
+        [expected] = plain.generate(PROMPTS[1], params, use_tqdm=False)
+        [answer] = llm.generate(PROMPTS[1], params, use_tqdm=False)
+        stats = llm.stats()
+    assert answer.outputs == expected.outputs
+    assert stats.draft_tokens < 80  # some at first, and two at every 32nd token at most
+    assert stats.num_steps <= 160
+
+
+def test_other_tokens_are_refused(tmp_path: Path) -> None:
+    """A draft model of another vocabulary drafted nonsense in silence."""
+    other = random_model(tmp_path / "bytes", 259, byte_backend().to_str().encode())
+    with pytest.raises(
+        ConfigError, match=r"another vocabulary: id \d+ is b'.*' in one and b'.*' in the other"
+    ):
+        LLM("smollm2-135m", speculative_config={"method": "draft_model", "model": str(other)})
+
+
+def test_control_tokens_count(byte_tokenizer: Tokenizer) -> None:
+    """Bytes that are equal may be text in one tokenizer and a command in the other."""
+    backend = byte_backend()
+    assert byte_tokenizer.difference(Tokenizer(backend)) is None  # what ends a turn is no matter
+    plain = json.loads(backend.to_str())
+    for token in plain["added_tokens"]:
+        token["special"] = token["content"] != "<turn>"
+    other = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(plain)))
+    assert byte_tokenizer.difference(other) == f"id {TURN} is a control token in one of them only"
+    longer = byte_backend()
+    longer.add_tokens(["<extra>"])
+    assert "id 259 is b'' in one and b'<extra>'" in str(byte_tokenizer.difference(Tokenizer(longer)))
 
 
 def test_bad_settings_are_refused_before_loading() -> None:
