@@ -7,9 +7,9 @@ import contextlib
 import datetime
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,6 +24,9 @@ from headrace.lab.bench.session import Plan, Session, View, knee
 from headrace.lab.bench.synthetic import Calibration, Synthetic, calibrate
 from headrace.lab.bench.trace import Trace
 from headrace.lab.bench.workload import Listed, Workload, read_prompts
+
+if TYPE_CHECKING:
+    import aiohttp
 
 _NEAR = r"(localhost|127\.|::1$)"
 _FEW = 100  # requests below which a p99 is hardly more than the slowest one
@@ -64,16 +67,10 @@ async def measure(
     count_tokens: Callable[[str], int] | None = None,
 ) -> Result:
     """Run ``plan``; Ctrl-C ends it early with what there is. Raises HeadraceError if it can't begin."""
-    import aiohttp
-
     listed = _listed(asked)
     created = datetime.datetime.now(datetime.UTC).isoformat()
     where = context()
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ttl_dns_cache=300)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=15)
-    # Proxies of the environment are for the world outside, and would only slow what is near.
-    outside = not re.match(_NEAR, urlsplit(base_url(target.address)).hostname or "")
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=outside) as http:
+    async with open_http(target) as http:
         endpoint = await probe(
             http,
             target.address,
@@ -93,7 +90,7 @@ async def measure(
         session = Session(
             http, endpoint, workload, plan, view, server_pid=target.server_pid, count_tokens=count_tokens
         )
-        with _ctrl_c(session.interrupt):
+        with ctrl_c(session.interrupt):
             await session.run()
     best = knee(session.stages) if not plan.find_rate else None
     result = Result(
@@ -122,8 +119,20 @@ async def measure(
     return result
 
 
+def open_http(target: Target) -> aiohttp.ClientSession:
+    """Connections to ``target``, as many as the load needs; close it."""
+    import aiohttp
+
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ttl_dns_cache=300)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=15)
+    # Proxies of the environment are for the world outside, and would only slow what is near.
+    outside = not re.match(_NEAR, urlsplit(base_url(target.address)).hostname or "")
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=outside)
+
+
 @contextlib.contextmanager
-def _ctrl_c(interrupt: Callable[[], None]) -> Any:
+def ctrl_c(interrupt: Callable[[], None]) -> Iterator[None]:
+    """Calls ``interrupt`` when Ctrl-C is pressed inside."""
     loop = asyncio.get_running_loop()
     try:
         loop.add_signal_handler(signal.SIGINT, interrupt)
