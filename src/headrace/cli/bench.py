@@ -100,7 +100,7 @@ def bench(
     """Measure latency and throughput of an OpenAI-compatible endpoint, or of a model served meanwhile."""
     if compare is not None:
         _compare(*compare)
-    _need_lab()
+    need_lab("bench")
     if [prompts, dataset, trace].count(None) < 2:
         raise ConfigError("--prompts, --dataset and --trace exclude each other: choose one")
     if output is not None and output.suffix != ".json":
@@ -142,7 +142,7 @@ def bench(
         "temperature": temperature,
         "timeout_s": timeout,
         "serve": serve or None,
-        "command": shlex.join(["headrace", *_without_key(sys.argv[1:])]),
+        "command": shlex.join(["headrace", *without_key(sys.argv[1:])]),
     }
     result = _measure(
         target, asked, plan, settings, serve, tokenizer, model, api_key, route, temperature, timeout
@@ -177,12 +177,12 @@ def _measure(
     from headrace.lab.bench.run import Target, measure
     from headrace.lab.bench.terminal import TerminalView
 
-    count = _counter(tokenizer) if tokenizer else None
+    count = counter(tokenizer) if tokenizer else None
     is_url = looks_like_url(target)
     if serve and is_url:
         raise ConfigError("--serve is for a MODEL that bench serves itself; this endpoint runs already")
     with (
-        nullcontext((target, None)) if is_url else served(_pulled(target), shlex.split(serve)) as (
+        nullcontext((target, None)) if is_url else served(pulled(target), shlex.split(serve)) as (
             address,
             pid,
         )
@@ -198,7 +198,7 @@ def _measure(
             server_pid=pid,
         )
         view = TerminalView(Console(stderr=True))
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(measure(where, asked, plan, view, settings, count))
 
 
@@ -233,15 +233,17 @@ def _compare(before: Path, after: Path) -> None:
     raise typer.Exit(1 if found.verdict == "worse" else 0)
 
 
-def _need_lab() -> None:
+def need_lab(command: str, *more: str) -> None:
+    """Raise ConfigError unless the packages of the lab extra that ``command`` imports are installed."""
     import importlib.util
 
-    missing = [name for name in ("aiohttp", "hdrh", "matplotlib") if importlib.util.find_spec(name) is None]
+    names = ("aiohttp", "hdrh", "matplotlib", *more)
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"bench needs {', '.join(missing)}: pip install 'headrace[lab]'")
+        raise ConfigError(f"{command} needs {', '.join(missing)}: pip install 'headrace[lab]'")
 
 
-def _pulled(model: str) -> str:
+def pulled(model: str) -> str:
     """Fetch the model here, where its progress is seen, before the server starts."""
     from headrace.cli.progress import download_progress
     from headrace.model import store
@@ -251,7 +253,8 @@ def _pulled(model: str) -> str:
     return model
 
 
-def _counter(reference: str) -> Callable[[str], int]:
+def counter(reference: str) -> Callable[[str], int]:
+    """Counts the tokens of a text as a model's tokenizer does."""
     from headrace.frontend.tokenizer import load_tokenizer
     from headrace.model import store
 
@@ -259,7 +262,8 @@ def _counter(reference: str) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _loop_factory() -> Any:
+def loop_factory() -> Any:
+    """Of the quickest event loop at hand; None: asyncio's own."""
     try:
         import uvloop
     except ImportError:
@@ -288,7 +292,7 @@ def _file_name(model: str) -> str:
     return re.sub(r"[^\w.-]+", "-", model).strip("-.")[-60:] or "model"
 
 
-def _without_key(arguments: list[str]) -> list[str]:
+def without_key(arguments: list[str]) -> list[str]:
     """The command as the result keeps it: keys stay out of files."""
     kept = []
     hide = False

@@ -1,7 +1,7 @@
 """What servers call their metrics: one table of names, and a reader of /metrics pages.
 
-Sources: vLLM's "Production metrics" page, TGI's "Metrics" reference, llama.cpp's server README (``--metrics``), and
-our own ``observe/metrics.py``.
+Sources: vLLM's "Production metrics" page, TGI's "Metrics" reference, llama.cpp's server README
+(``--metrics``), and our own ``observe/metrics.py``.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class ServerStats(msgspec.Struct, kw_only=True):
     """The server's side of a stage; None where nobody says. Shares are of 1.
 
     ``busy``: share of time in engine steps. ``cpu_cores``: cores that the server's processes kept busy, of
-    ``cores`` that they may use; ``busiest_thread`` of them the busiest thread alone. ``others_cores``: cores that
-    neither the server nor the client used, but somebody else. ``device_*``: of NVIDIA devices, by NVML.
+    ``cores`` that they may use; ``busiest_thread`` of them the busiest thread alone. ``others_cores``: cores
+    that neither the server nor the client used, but somebody else. ``device_*``: of NVIDIA devices, by NVML.
     ``prefill_time_mean_ms`` is of a request, ``prefill_ms_per_token`` of a prompt's token;
     ``frontend_time_mean_ms``: checking and tokenising a request.
     """

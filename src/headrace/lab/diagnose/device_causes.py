@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.lab.diagnose.finding import Finding, Findings, ms
+from headrace.lab.diagnose.finding import Finding, Findings, ms, throughputs, users
 from headrace.lab.diagnose.measurements import Level
 from headrace.lab.diagnose.split import running
 from headrace.lab.diagnose.switches import Switch, proof, switch
@@ -34,7 +34,7 @@ def cpu_bound(f: Findings) -> Finding | None:
         return None
     factor = min(cores, 4.0) if cores is not None else 2.0
     changed = switch("threads", f.engine, n=int(cores) if cores is not None else "more")
-    evidence = [f"with {lv.users} users the server used {s.cpu_cores:.2f} cores"]
+    evidence = [f"with {users(lv.users)} the server used {s.cpu_cores:.2f} cores"]
     if cores is not None:
         evidence[0] += f" of {cores:g} that it may use"
     if s.busiest_thread is not None:
@@ -61,7 +61,7 @@ def _host_bound(f: Findings, lv: Level, thread: float, device: float) -> Finding
         title="CPU-bound: one thread of the host can't feed the device",
         confidence="high" if thread > 0.9 else "medium",
         evidence=[
-            f"with {lv.users} users the device was busy {device:.0%} of the time",
+            f"with {users(lv.users)} the device was busy {device:.0%} of the time",
             f"the busiest thread of the server used {thread:.0%} of a core",
         ],
         attempt=changed.text,
@@ -86,7 +86,7 @@ def machine_shared(f: Findings) -> Finding | None:
         title="Other programs use the server's cores",
         confidence="medium",
         evidence=[
-            f"with {lv.users} users, other programs used {s.others_cores:.2f} of {s.cores:g} cores, "
+            f"with {users(lv.users)}, other programs used {s.others_cores:.2f} of {s.cores:g} cores, "
             f"the server {s.cpu_cores:.2f}"
         ],
         attempt=changed.text,
@@ -110,11 +110,11 @@ def device_bound(f: Findings) -> Finding | None:
     share = split.alone_ms / split.total_ms if split.total_ms else 1.0
     evidence = [
         f"a step takes {ms(split.alone_ms)} for one sequence and {ms(split.total_ms)} with {n:.3g} "
-        f"({lv.users} users)",
-        "throughput: " + ", ".join(f"{x.tok_s:.0f} tok/s with {x.users}" for x in f.m.levels),
+        f"({users(lv.users)})",
+        f"throughput: {throughputs(f)}",
     ]
     if u is not None:
-        evidence.append(f"{_of(u.of)} {u.share:.0%} busy")
+        evidence.append(f"{of_what(u.of)} {u.share:.0%} busy")
     if share > 0.5:
         return _bandwidth(f, lv, n, evidence)
     return _compute(f, lv, n, evidence)
@@ -130,7 +130,7 @@ def _bandwidth(f: Findings, lv: Level, n: float, evidence: list[str]) -> Finding
         floor = 1000 * hw.weight_bytes / hw.read_bytes_s
         evidence.append(
             f"reading its {hw.weight_bytes / 1e6:.0f} MB of weights takes at least {ms(floor)} at the "
-            f"{hw.read_bytes_s / 1e9:.1f} GB/s that this machine reads: {floor / f.tpot.alone_ms:.0%} of a step"
+            f"{hw.read_bytes_s / 1e9:.1f} GB/s of this machine: {floor / f.tpot.alone_ms:.0%} of a step"
         )
     wider = f.scaling.gain(n, 2 * n)
     factor = 2.0 if what == "weights" else 1.3
@@ -159,8 +159,13 @@ def _compute(f: Findings, lv: Level, n: float, evidence: list[str]) -> Finding:
     evidence.append(f"prefill is about {prefill:.0%} of the work: prefix caching saves what prompts share")
     changed = switch("more", f.engine)
     hw = f.m.hardware
-    if hw is not None:
-        evidence.append(f"this machine multiplies {hw.int8_macs_s / 1e9:.0f} GMAC/s in int8")
+    if hw is not None and lv.prompt_tokens and lv.output_tokens:
+        fresh = lv.prompt_tokens * (1 - (lv.cached_share or 0.0)) / lv.output_tokens
+        used = hw.macs_per_token * lv.tok_s * (1 + fresh) / hw.int8_macs_s
+        evidence.append(
+            f"{hw.threads} threads do {hw.int8_macs_s / 1e9:.0f} G multiply-accumulates a second in int8; "
+            f"the layers used {used:.0%} of that"
+        )
     return Finding(
         cause="compute_bound",
         title="Bound by arithmetic: each further sequence costs as much as it brings",
@@ -173,10 +178,10 @@ def _compute(f: Findings, lv: Level, n: float, evidence: list[str]) -> Finding:
     )
 
 
-def _of(what: str) -> str:
-    return {"device": "the device was", "cores": "the server's cores were", "engine": "the engine was"}.get(
-        what, "one core was"
-    )
+def of_what(what: str) -> str:
+    """The subject of "… 50% busy", by ``Utilisation.of``."""
+    names = {"device": "the device was", "cores": "the server's cores were", "engine": "the engine was"}
+    return names.get(what, "one core was")
 
 
 def _proof(f: Findings, changed: Switch, lv: Level) -> list[str]:

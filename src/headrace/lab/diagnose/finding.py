@@ -41,8 +41,8 @@ Confidence = Literal["high", "medium", "low"]
 class Finding(msgspec.Struct, kw_only=True):
     """``factor``: by how much throughput or TTFT improves without this cause; 1 if that is not known.
 
-    ``attempt`` is the next switch to try in the engine's own words, ``proof`` the commands that tell whether it
-    helped.
+    ``attempt`` is the next switch to try in the engine's own words, ``proof`` the commands that tell whether
+    it helped.
     """
 
     cause: Cause
@@ -100,9 +100,9 @@ def findings_of(m: Measurements) -> Findings:
 
 def _engine(m: Measurements) -> str | None:
     """By its metrics, or by who the model card says serves it."""
-    for part in (*m.levels, *m.gentle):
-        if part.server is not None and part.server.engine is not None:
-            return part.server.engine
+    for server in (*(lv.server for lv in m.levels), *(g.server for g in m.gentle)):
+        if server is not None and server.engine is not None:
+            return server.engine
     owner = m.owner.lower().replace("_", "")
     names = {"headrace": "headrace", "vllm": "vllm", "llamacpp": "llama.cpp", "tgi": "tgi"}
     return next((engine for name, engine in names.items() if name in owner), None)
@@ -128,3 +128,13 @@ def ms(value: float) -> str:
     return (
         f"{value:.2g} ms" if value < 10 else f"{value:.0f} ms" if value < 10_000 else f"{value / 1000:.1f} s"
     )
+
+
+def users(n: int) -> str:
+    """So many users, in words."""
+    return f"{n} user{'s' if n != 1 else ''}"
+
+
+def throughputs(f: Findings) -> str:
+    """Of every level, as a list."""
+    return ", ".join(f"{lv.tok_s:.0f} tok/s with {users(lv.users)}" for lv in f.m.levels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headrace.lab.diagnose.finding import Finding, Findings, ms
+from headrace.lab.diagnose.finding import Finding, Findings, ms, throughputs, users
 from headrace.lab.diagnose.measurements import Level
 from headrace.lab.diagnose.split import running
 from headrace.lab.diagnose.switches import Switch, proof, switch
@@ -13,24 +13,25 @@ CLIENT_CPU = 0.85  # of a core
 CLIENT_LATE = 0.4  # of the time that the client's timers were overdue
 _REFUSED = 0.02
 _FAILED = 0.05
-_GAIN = 1.15  # in throughput, under which a larger batch is not worth a finding
+_GAIN = 1.1  # in throughput, under which a larger batch is not worth a finding
 
 
 def client(f: Findings) -> Finding | None:
     """The load generator itself can't keep up: all times hold its own delays."""
-    worst = max(f.m.levels, key=lambda lv: max(lv.client.cpu, lv.client.late), default=None)
-    if worst is None:
+    watched = [(g.client, "one user", g.server) for g in f.m.gentle if g.client is not None]
+    watched += [(lv.client, users(lv.users), lv.server) for lv in f.m.levels]
+    if not watched:
         return None
-    c = worst.client
+    c, load, s = max(watched, key=lambda w: max(w[0].cpu, w[0].late))
     if c.cpu <= CLIENT_CPU and c.late <= CLIENT_LATE:
         return None
     evidence = [
-        f"with {_users(worst)}, the client used {c.cpu:.0%} of one core",
+        f"with {load}, the client used {c.cpu:.0%} of one core",
         f"its timers were overdue {c.late:.0%} of the time, the slowest hundredth by {ms(c.loop_lag_p99_ms)}",
     ]
-    s = worst.server
     if s is not None and s.busy is not None:
         evidence.append(f"the engine was busy {s.busy:.0%} of that time")
+    changed = Switch(text="run the client on a machine or core of its own")
     return Finding(
         cause="client",
         title="The client can't keep up; the server may be faster than shown",
@@ -39,7 +40,7 @@ def client(f: Findings) -> Finding | None:
         attempt=switch("client", f.engine).text,
         gain="times without the client's own delays; until then every number here is a bound from above",
         factor=1 / max(1 - min(max(c.late, c.cpu), 0.95), 0.05),
-        proof=_proof(f, Switch(text="run the client on a machine or core of its own"), worst),
+        proof=_proof(f, changed, f.top) if f.top is not None else [],
     )
 
 
@@ -54,7 +55,7 @@ def errors(f: Findings) -> Finding | None:
         title="Requests fail",
         confidence="high",
         evidence=[
-            f"with {_users(worst)}, {worst.failed_share:.0%} of {worst.requests} requests failed",
+            f"with {users(worst.users)}, {worst.failed_share:.0%} of {worst.requests} requests failed",
             *(f"{n} × {kind}: {worst.error_examples.get(kind, '')}" for kind, n in sorted(kinds.items())),
         ],
         attempt="find out why in the server's log before anything else",
@@ -75,9 +76,9 @@ def queueing(f: Findings) -> Finding | None:
     wanted = _power_of_two(2 * worst.users)
     changed = switch("waiting", f.engine, n=wanted)
     evidence = [
-        f"with {_users(worst)}, {worst.refused_share:.0%} of {worst.requests} requests were refused "
+        f"with {users(worst.users)}, {worst.refused_share:.0%} of {worst.requests} requests were refused "
         f"({kind}: {worst.error_examples.get(kind, '')})",
-        f"it begins with {_users(first)}",
+        f"it begins with {users(first.users)}",
     ]
     s = worst.server
     if s is not None and s.running_max is not None and s.waiting_max is not None:
@@ -127,8 +128,8 @@ def kv_full(f: Findings) -> Finding | None:
     times = max(math.ceil(lv.users / now), 2)
     changed = switch("kv", f.engine, n=_kv_size(f, times), tokens=_kv_tokens(lv))
     evidence = [
-        f"with {_users(lv)}, {s.kv_usage_max:.0%} of the KV cache was in use with {s.running_max or now:g} "
-        "sequences running",
+        f"with {users(lv.users)}, {s.kv_usage_max:.0%} of the KV cache was in use with "
+        f"{s.running_max or now:g} sequences running",
         f"{s.waiting_mean or 0:.1f} sequences waited on average"
         + (f", {ms(s.queue_time_mean_ms)} each" if s.queue_time_mean_ms else ""),
     ]
@@ -183,12 +184,12 @@ def batch_too_small(f: Findings) -> Finding | None:
         return None
     wanted = _power_of_two(lv.users)
     factor = f.scaling.gain(now, lv.users)
-    if factor < _GAIN:
+    if factor < (_GAIN if now > 1 else 1.02):
         return None
     changed = switch("batch", f.engine, n=wanted)
     evidence = [
-        f"with {_users(lv)}, {now:.3g} ran at once and {waiting:.1f} waited",
-        f"throughput: {_throughputs(f)}",
+        f"with {users(lv.users)}, {now:.3g} ran at once and {waiting:.1f} waited",
+        f"throughput: {throughputs(f)}",
     ]
     if s is not None and s.kv_usage_max is not None:
         evidence.append(f"there is room: at most {s.kv_usage_max:.0%} of the KV cache was in use")
@@ -216,14 +217,6 @@ def batch_too_small(f: Findings) -> Finding | None:
 def _curve(f: Findings) -> str:
     measured = f.scaling is not None and f.scaling.measured
     return "(by the measured batch curve)" if measured else "(estimated from one user's step and prefill)"
-
-
-def _throughputs(f: Findings) -> str:
-    return ", ".join(f"{lv.tok_s:.0f} tok/s with {_users(lv)}" for lv in f.m.levels)
-
-
-def _users(lv: Level) -> str:
-    return f"{lv.users} user{'s' if lv.users != 1 else ''}"
 
 
 def _power_of_two(n: float) -> int:

@@ -18,13 +18,14 @@ from headrace.lab.bench.run import Target, ctrl_c, open_http
 from headrace.lab.bench.session import Plan, Session, View
 from headrace.lab.bench.synthetic import Calibration, Synthetic, calibrate
 from headrace.lab.bench.workload import Listed, Workload
-from headrace.lab.diagnose.measurements import Level, Measurements, gentle, level
+from headrace.lab.diagnose.measurements import Hardware, Level, Measurements, gentle, level
 from headrace.lab.diagnose.network import Pinger, measure_network
 
 if TYPE_CHECKING:
     import aiohttp
 
-_METRICS_EVERY_S = 0.25
+_METRICS_EVERY_S = 0.25  # oftener in short runs
+_LEAST_LIMIT_S = 4.0  # of a stage, however short the whole is to be
 _GENTLE_SHARE = 0.3  # of the time; the rest is for the hard load
 _GENTLE_ANSWER = 8
 _LEAST_GAIN = 0.05  # of throughput, that more users must bring
@@ -34,7 +35,7 @@ _MOST_LEVEL_S = 12.0
 
 
 class Asked(msgspec.Struct, kw_only=True, frozen=True):
-    """``seconds`` is the time for everything. ``output_tokens`` None: as many as the time allows, at most 64."""
+    """``seconds`` is the time for everything. ``output_tokens`` None: as the time allows, up to 64."""
 
     seconds: float = 120.0
     prompt_tokens: int = 128
@@ -42,13 +43,20 @@ class Asked(msgspec.Struct, kw_only=True, frozen=True):
     seed: int = 0
 
 
+class Served(msgspec.Struct, kw_only=True, frozen=True):
+    """What is known of a MODEL served for the purpose: the server's options, its file, the machine."""
+
+    options: str = ""
+    narrow_weights: bool | None = None
+    hardware: Hardware | None = None
+
+
 async def measure(
     target: Target,
     asked: Asked,
     view: View,
     *,
-    serve: str = "",
-    is_model: bool = False,
+    served: Served | None = None,
     count_tokens: Callable[[str], int] | None = None,
 ) -> Measurements:
     """Load ``target`` gently, then hard. Ctrl-C ends it early with what there is.
@@ -71,8 +79,10 @@ async def measure(
             model=endpoint.model,
             route=endpoint.route,
             owner=endpoint.owner,
-            serve=serve,
-            is_model=is_model,
+            serve=served.options if served is not None else "",
+            is_model=served is not None,
+            narrow_weights=served.narrow_weights if served is not None else None,
+            hardware=served.hardware if served is not None else None,
             local=pid is not None,
             streaming=endpoint.streaming,
             usage=endpoint.usage,
@@ -141,15 +151,20 @@ class _Run:
 
     async def _one_user(self, tokens: int, seconds: float, *, repeated: bool = False) -> None:
         """Two to eight requests, as many as fit into ``seconds``, by what shorter ones took."""
-        known = [g.e2e_ms for g in self._found.gentle if g.e2e_ms is not None]
-        fit = int(seconds * 1000 / max(known)) if known else 3
-        if self._found.interrupted or (known and fit < 1 and repeated):
+        known = [(g.e2e_ms, g.prompt_tokens) for g in self._found.gentle if g.e2e_ms and g.prompt_tokens]
+        took_ms = max((e2e * max(tokens / prompt, 1.0) for e2e, prompt in known), default=0.0)
+        fit = int(seconds * 1000 / took_ms) if took_ms else 3
+        if self._found.interrupted or (fit < 2 and repeated):
             return
         workload: Workload = self._synthetic(tokens, _GENTLE_ANSWER)
         plan = Plan(kind="closed", levels=(1,), duration_s=None, requests=min(max(fit, 2), 8), warmup_s=0.0)
         if repeated:
             workload = Listed("repeated", workload.conversation(0, 0))
         stage = await self._stage(workload, plan, max(seconds, 1.0) + self._asked.seconds / 4)
+        if stage is None and not self._found.interrupted:
+            self._found.notes.append(
+                f"{tokens} prompt tokens: nothing was answered in the time that there was"
+            )
         if stage is not None:
             self._note_errors(stage)
             result = gentle(stage, repeated=repeated)
@@ -159,6 +174,8 @@ class _Run:
     async def hard(self) -> None:
         """More and more users, until that brings nothing more or the time is over."""
         seconds = self._asked.seconds
+        # However slow the gentle part was, the hard one gets half of the time.
+        until_s = max(seconds, time.perf_counter() - self.began + seconds / 2)
         step = 2 if seconds >= _LONG_RUN_S else 4
         ladder = [1]
         while ladder[-1] * step <= _MOST_USERS:
@@ -166,10 +183,10 @@ class _Run:
         output = self._output_tokens(seconds / 15)
         flat, best = 0, 0.0
         for number, users in enumerate(ladder):
-            left_s = self._left_s(seconds)
-            if self._found.interrupted or left_s < 0.25 * seconds / len(ladder):
+            left_s = self._left_s(until_s)
+            if self._found.interrupted or left_s < 0.05 * seconds:
                 return
-            window_s = min(max(left_s / (len(ladder) - number), 0.05 * seconds), _MOST_LEVEL_S)
+            window_s = min(max(left_s / (len(ladder) - number), 0.08 * seconds), _MOST_LEVEL_S)
             plan = Plan(
                 kind="closed", levels=(users,), duration_s=0.8 * window_s, warmup_s=min(0.2 * window_s, 2.0)
             )
@@ -187,7 +204,7 @@ class _Run:
                 return
 
     def _output_tokens(self, seconds: float) -> int:
-        """An answer that one user gets in a few ``seconds``, from 8 to 64 tokens, if nobody chose its length."""
+        """An answer that one user gets in a few ``seconds``, 8 to 64 tokens, if nobody chose its length."""
         if self._asked.output_tokens is not None:
             return self._asked.output_tokens
         known = [g for g in self._found.gentle if g.tpot_ms]
@@ -216,18 +233,16 @@ class _Run:
             self._view,
             server_pid=self._pid,
             count_tokens=self._count_tokens,
-            metrics_every_s=_METRICS_EVERY_S,
+            metrics_every_s=max(min(_METRICS_EVERY_S, self._asked.seconds / 60), 0.1),
         )
         self._session = session
-        timer = asyncio.get_running_loop().call_later(limit_s, session.interrupt)
+        timer = asyncio.get_running_loop().call_later(max(limit_s, _LEAST_LIMIT_S), session.interrupt)
         try:
             await session.run()
         finally:
             timer.cancel()
             self._session = None
         stages = [stage for stage in session.stages if stage.requests]
-        if session.interrupted and not stages and not self._found.interrupted:
-            self._found.notes.append(f"nothing was answered within {limit_s:.0f} s")
         return stages[-1] if stages else None
 
     def _note_errors(self, stage: StageResult) -> None:

@@ -13,8 +13,8 @@ from headrace.lab.bench.server_watch import ServerStats
 
 
 class Network(msgspec.Struct, kw_only=True):
-    """``connect_ms``: a TCP handshake, one round trip (least of several). ``answer_ms``: a GET of ``path`` on a
-    connection that is open, while the server is idle (median).
+    """``connect_ms``: a TCP handshake, one round trip (least of several). ``answer_ms``: a GET of ``path``
+    on a connection that is open, while the server is idle (median).
     """
 
     connect_ms: float | None = None
@@ -23,8 +23,8 @@ class Network(msgspec.Struct, kw_only=True):
 
 
 class Gentle(msgspec.Struct, kw_only=True):
-    """One user, prompts of one length: medians, and what the server itself says of these requests (means, which
-    ``ttft_mean_ms`` goes with).
+    """One user, prompts of one length: medians, and what the server itself says of these requests (means,
+    which ``ttft_mean_ms`` goes with).
 
     ``repeated``: the very same prompt again and again, which a prefix cache knows.
     """
@@ -38,10 +38,11 @@ class Gentle(msgspec.Struct, kw_only=True):
     tpot_ms: float | None = None
     e2e_ms: float | None = None
     server: ServerStats | None = None
+    client: ClientStats | None = None
 
 
 class Level(msgspec.Struct, kw_only=True):
-    """So many users at a time. ``tok_s``: output tokens a second. ``answer_ms``: as Network's, under this load."""
+    """So many users at a time. ``tok_s``: output tokens a second. ``answer_ms``: as Network's, but now."""
 
     users: int
     window_s: float
@@ -54,6 +55,7 @@ class Level(msgspec.Struct, kw_only=True):
     output_tokens: float | None = None
     cached_share: float | None = None
     ttft_ms: float | None = None
+    ttft_mean_ms: float | None = None
     ttft_p95_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
@@ -75,12 +77,17 @@ class Level(msgspec.Struct, kw_only=True):
 
 
 class Hardware(msgspec.Struct, kw_only=True):
-    """What this machine can do, measured, and what one step of the model asks of it."""
+    """What ``threads`` threads of this machine do at most, measured, and what the model asks of them.
 
+    ``macs_per_token``: multiply-accumulates of the layers for one token, without attention and the output
+    head.
+    """
+
+    threads: int
     weight_bytes: int
+    macs_per_token: int
     read_bytes_s: float
     int8_macs_s: float
-    bf16_macs_s: float
 
 
 class Measurements(msgspec.Struct, kw_only=True):
@@ -127,6 +134,7 @@ def gentle(stage: StageResult, *, repeated: bool = False) -> Gentle:
         tpot_ms=_median([r.tpot_s for r in kept], 1000),
         e2e_ms=_median([r.e2e_s for r in kept], 1000),
         server=stage.server,
+        client=stage.client,
     )
 
 
@@ -144,6 +152,7 @@ def level(stage: StageResult, answer_ms: float | None) -> Level:
         output_tokens=stage.output_tokens_mean,
         cached_share=stage.cached_share,
         ttft_ms=stage.ttft.p50 if stage.ttft is not None else None,
+        ttft_mean_ms=stage.ttft.mean if stage.ttft is not None else None,
         ttft_p95_ms=stage.ttft.p95 if stage.ttft is not None else None,
         tpot_ms=stage.tpot.p50 if stage.tpot is not None else None,
         e2e_ms=stage.e2e.p50 if stage.e2e is not None else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.lab.diagnose.finding import Finding, Findings, ms
+from headrace.lab.diagnose.finding import Finding, Findings, ms, users
 from headrace.lab.diagnose.switches import Switch, proof, switch
 
 _FRONTEND_SHARE, _FRONTEND_MS = 0.3, 20.0  # of TTFT, and at least
@@ -16,7 +16,7 @@ def frontend(f: Findings) -> Finding | None:
     if split is None or split.share("frontend") < _FRONTEND_SHARE or split.frontend_ms < _FRONTEND_MS:
         return None
     evidence = [
-        f"one user waits {ms(split.total_ms)} for the first token of {split.prompt_tokens:.0f} prompt tokens; "
+        f"one user waits {ms(split.total_ms)} for the first token after {split.prompt_tokens:.0f} others; "
         f"network, queue and prefill explain {ms(split.total_ms - split.frontend_ms)} of it",
         f"{ms(split.frontend_ms)} ({split.share('frontend'):.0%}) pass before or after the engine",
     ]
@@ -24,11 +24,12 @@ def frontend(f: Findings) -> Finding | None:
     idle, loaded = f.m.network.answer_ms, lv.answer_ms if lv is not None else None
     if lv is not None and idle is not None and loaded is not None and loaded > 3 * idle + 10:
         evidence.append(
-            f"a request that needs no engine ({f.m.network.path}) takes {ms(loaded)} under load, {ms(idle)} without"
+            f"a request that needs no engine ({f.m.network.path}) takes {ms(loaded)} under load, "
+            f"{ms(idle)} without"
         )
     s = lv.server if lv is not None else None
     if lv is not None and s is not None and s.busy is not None and s.busy < 0.8:
-        evidence.append(f"the engine is busy only {s.busy:.0%} of the time with {lv.users} users")
+        evidence.append(f"the engine is busy only {s.busy:.0%} of the time with {users(lv.users)}")
     said = next((g.server.frontend_time_mean_ms for g in f.m.gentle if g.server is not None), None)
     if said is not None:
         evidence.append(f"the server itself reports {ms(said)} for checking and tokenising a request")

@@ -1,8 +1,10 @@
-"""Where a request's time goes: TTFT into network, queue, prefill and frontend, TPOT into a step alone and neighbours.
+"""Where a request's time goes: TTFT into network, queue, prefill and frontend, TPOT into a step alone and
+neighbours.
 
 Where the server reports queue and prefill time, they are taken from it and the rest of TTFT is the frontend
-(tokenizer, chat template, HTTP). Elsewhere prefill is the slope of TTFT over prompt tokens, and the frontend what is
-left of a request for no tokens; a prompt that a prefix cache knows tells how much of the slope is the frontend's.
+(tokenizer, chat template, HTTP). Elsewhere prefill is the slope of TTFT over prompt tokens, and the frontend
+what is left of a request for no tokens; a prompt that a prefix cache knows tells how much of the slope is
+the frontend's.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class TTFTSplit(msgspec.Struct, kw_only=True):
 
 
 class TPOTSplit(msgspec.Struct, kw_only=True):
-    """``alone_ms``: a step for one sequence (streaming the weights). ``neighbours_ms``: what the others add."""
+    """``alone_ms``: a step for one sequence (streaming the weights). ``neighbours_ms``: what the others
+    add."""
 
     users: int
     total_ms: float
@@ -47,9 +50,10 @@ class TPOTSplit(msgspec.Struct, kw_only=True):
 class Scaling(msgspec.Struct, kw_only=True):
     """How throughput grows with the sequences that run at once.
 
-    A step takes ``alone_ms`` for the first and ``row_ms`` for each further one, its share of prefill included;
-    ``prefill_ms`` is the prefill of a sequence's own prompt for each of its output tokens. ``measured``: from levels
-    with different batches; else a row is taken to cost what a token costs in a prefill.
+    A step takes ``alone_ms`` for the first and ``row_ms`` for each further one, its share of prefill
+    included; ``prefill_ms`` is the prefill of a sequence's own prompt for each of its output tokens.
+    ``measured``: from levels with different batches; else a row is taken to cost what a token costs in a
+    prefill.
     """
 
     alone_ms: float
@@ -98,7 +102,10 @@ def gentle_split(m: Measurements) -> TTFTSplit | None:
     server = _server_times(g)
     if server is not None:
         total = g.ttft_mean_ms or g.ttft_ms or 0.0  # the server's are means as well
-        return _fitted(1, g.prompt_tokens, total, network, *server, source="server")
+        queue, prefill = server
+        # Nobody is before the only user: what a server counts as queueing is its own way to the engine.
+        queue = queue if _has_company(g) else 0.0
+        return _fitted(1, g.prompt_tokens, total, network, queue, prefill, source="server")
     slope = prefill_slope(m)
     total = g.ttft_ms or 0.0
     if slope is None:
@@ -108,6 +115,12 @@ def gentle_split(m: Measurements) -> TTFTSplit | None:
     slope = max(slope - _frontend_slope(m, g, slope, network, step), 0.0)
     prefill = min(slope * tokens + step, max(total - network, 0.0))
     return _fitted(1, g.prompt_tokens, total, network, 0.0, prefill, source="slope")
+
+
+def _has_company(g: Gentle) -> bool:
+    """Whether the server had other requests than ours."""
+    s = g.server
+    return s is not None and ((s.running_max or 0) > 1 or (s.waiting_max or 0) > 1)
 
 
 def _server_times(g: Gentle) -> tuple[float, float] | None:
@@ -160,11 +173,18 @@ def hard_split(m: Measurements, gentle: TTFTSplit | None, lv: Level) -> TTFTSpli
     s = lv.server
     tokens = lv.prompt_tokens or gentle.prompt_tokens
     if s is not None and s.queue_time_mean_ms is not None and s.prefill_time_mean_ms is not None:
-        queue, prefill = s.queue_time_mean_ms, s.prefill_time_mean_ms
-        return _fitted(lv.users, tokens, lv.ttft_ms, network, queue, prefill, source="server")
+        queue, prefill = max(s.queue_time_mean_ms - _way_ms(m), 0.0), s.prefill_time_mean_ms
+        total = lv.ttft_mean_ms or lv.ttft_ms  # the server's are means as well
+        return _fitted(lv.users, tokens, total, network, queue, prefill, source="server")
     total = max(lv.ttft_ms, network + gentle.prefill_ms + gentle.frontend_ms)
     queue = total - network - gentle.prefill_ms - gentle.frontend_ms
     return _fitted(lv.users, tokens, total, network, queue, gentle.prefill_ms, source="slope")
+
+
+def _way_ms(m: Measurements) -> float:
+    """What the server counts as queueing although nobody is before: the least of what single users met."""
+    alone = [g.server.queue_time_mean_ms for g in m.gentle if g.server is not None and not _has_company(g)]
+    return min((queue for queue in alone if queue is not None), default=0.0)
 
 
 def best_level(m: Measurements) -> Level | None:
@@ -180,7 +200,7 @@ def top_level(m: Measurements) -> Level | None:
 
 
 def running(lv: Level) -> float:
-    """Sequences that decoded at once, by Little's law (throughput × time per token), within what is possible."""
+    """Sequences that decoded at once, by Little's law (throughput × time per token), within what can be."""
     if lv.tpot_ms is None:
         return 1.0
     most = float(lv.users)

@@ -82,7 +82,7 @@ _WORDS: dict[str, dict[str, str]] = {
 
 
 class Switch(msgspec.Struct, kw_only=True):
-    """What to change, as the engine's user would write it. ``serve``: options of our own server, if it is that."""
+    """What to change, in the engine's words. ``serve``: options of our own server, if it is that."""
 
     text: str
     serve: dict[str, str] = {}

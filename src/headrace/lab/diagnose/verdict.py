@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from headrace.lab.diagnose import device_causes, load_causes, request_causes
-from headrace.lab.diagnose.finding import Finding, Findings, Utilisation, findings_of
+from headrace.lab.diagnose.finding import Finding, Findings, Utilisation, findings_of, users
 from headrace.lab.diagnose.measurements import Measurements
-from headrace.lab.diagnose.split import Scaling, TPOTSplit, TTFTSplit
+from headrace.lab.diagnose.split import Scaling, TPOTSplit, TTFTSplit, prefill_slope
 
 SCHEMA = "headrace-diagnose/1"
 _BUSY = 0.8  # utilisation under which there must be a cause
@@ -22,8 +22,9 @@ _BY_GAIN = (
     request_causes.frontend,
     request_causes.network,
 )
-# What remains when nothing is wrong with the set-up.
-_LAST = (device_causes.machine_shared, device_causes.device_bound, request_causes.cold_start)
+# What limits the device itself, which it does only when nothing above keeps work from it.
+_DEVICE = device_causes.device_bound
+_LAST = (device_causes.machine_shared, request_causes.cold_start)
 
 
 class Diagnosis(msgspec.Struct, kw_only=True):
@@ -40,6 +41,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
     ttft_loaded: TTFTSplit | None
     tpot: TPOTSplit | None
     scaling: Scaling | None
+    prefill_ms_per_token: float | None
     notes: list[str]
     measurements: Measurements
 
@@ -50,7 +52,8 @@ def diagnose(m: Measurements) -> Diagnosis:
     found = [finding for cause in _FIRST if (finding := cause(f)) is not None]
     by_gain = [finding for cause in _BY_GAIN if (finding := cause(f)) is not None]
     found += sorted(by_gain, key=lambda finding: -finding.factor)
-    found += [finding for cause in _LAST if (finding := cause(f)) is not None]
+    causes = _LAST if found else (_LAST[0], _DEVICE, *_LAST[1:])
+    found += [finding for cause in causes if (finding := cause(f)) is not None]
     if not found:
         found.append(_remaining(f))
     return Diagnosis(
@@ -64,6 +67,7 @@ def diagnose(m: Measurements) -> Diagnosis:
         ttft_loaded=f.hard,
         tpot=f.tpot,
         scaling=f.scaling,
+        prefill_ms_per_token=prefill_slope(m),
         notes=_notes(f),
         measurements=m,
     )
@@ -77,7 +81,7 @@ def _remaining(f: Findings) -> Finding:
             cause="too_little_load",
             title="Too little load to find the limit: more users still brought more",
             confidence="medium",
-            evidence=[f"{f.top.tok_s:.0f} tok/s with {f.top.users} users was the most, and the last level"],
+            evidence=[f"{f.top.tok_s:.0f} tok/s with {users(f.top.users)} was the most, and the last level"],
             attempt="diagnose with more --seconds",
             gain="unknown until the limit is found",
             proof=[],
@@ -116,7 +120,7 @@ def _why_idle(f: Findings, found: list[Finding]) -> str | None:
         return "more users still brought more: the load did not fill it"
     s = f.best.server if f.best is not None else None
     if s is not None and s.busy is not None and s.busy < _BUSY:
-        return f"the engine waits between steps {1 - s.busy:.0%} of the time: HTTP, scheduling or too few requests"
+        return f"the engine is between steps {1 - s.busy:.0%} of the time: HTTP, or too few requests"
     return "threads wait for memory or for each other: more of them would not help"
 
 
@@ -138,5 +142,5 @@ def _notes(f: Findings) -> list[str]:
     for lv in m.levels:
         warning = lv.client.warning
         if warning is not None:
-            notes.append(f"{lv.users} users: {warning}")
+            notes.append(f"{users(lv.users)}: {warning}")
     return list(dict.fromkeys(notes))
