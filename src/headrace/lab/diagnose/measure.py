@@ -184,7 +184,7 @@ class _Run:
         flat, best = 0, 0.0
         for number, users in enumerate(ladder):
             left_s = self._left_s(until_s)
-            if self._found.interrupted or left_s < 0.05 * seconds:
+            if self._found.interrupted or (number >= 2 and left_s < 0.05 * seconds):
                 return
             window_s = min(max(left_s / (len(ladder) - number), 0.08 * seconds), _MOST_LEVEL_S)
             plan = Plan(
