@@ -21,19 +21,24 @@ import headrace
 
 pytestmark = pytest.mark.native
 
-_ENV = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(headrace.__file__).parents[1]), str(Path.cwd())])}
+_ENV = os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(Path(headrace.__file__).parents[1]), str(Path.cwd())])
+}
 _DIAGNOSE = [sys.executable, "-m", "headrace.cli", "diagnose"]
-_SHORT = ["--seconds", "4", "--prompt-tokens", "24", "--output-tokens", "24", "--json"]
+_SHORT = ["--seconds", "3", "--prompt-tokens", "24", "--output-tokens", "24", "--json"]
 
 
 def diagnosis(target: str, *options: str) -> dict[str, Any]:
     """What it prints as JSON."""
     done = subprocess.run(
-        [*_DIAGNOSE, target, *_SHORT, *options], env=_ENV, capture_output=True, text=True, timeout=120, check=False
+        [*_DIAGNOSE, target, *_SHORT, *options],
+        env=_ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    if folder := os.environ.get("HEADRACE_RECORD"):
-        Path(folder, re.sub(r"\W+", "-", f"{target}{options}") + ".json").write_text(done.stdout)
     return json.loads(done.stdout)["diagnosis"]
 
 

@@ -95,8 +95,8 @@ async def measure(
         with ctrl_c(run.interrupt):
             await run.gently()
             await run.hard()
-    if not found.levels and not any(g.requests for g in found.gentle):
-        why = "; ".join(found.notes) or "nothing was answered in the time that there was"
+    if not found.gentle and not any(lv.completed for lv in found.levels):
+        why = found.notes[-1] if found.notes else "nothing was answered in the time that there was"
         raise EndpointError(f"{endpoint.url} can't be diagnosed: {why}")
     found.seconds = round(time.perf_counter() - run.began, 3)
     return found

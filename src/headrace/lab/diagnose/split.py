@@ -72,9 +72,14 @@ class Scaling(msgspec.Struct, kw_only=True):
 
 
 def round_trip_ms(m: Measurements) -> float:
-    """The network's share of a request: one round trip, connections being open already."""
-    known = [t for t in (m.network.connect_ms, m.network.answer_ms) if t is not None]
-    return min(known, default=0.0)
+    """The network's share of a request: one round trip, connections being open already.
+
+    A health check costs a server nothing, and goes all the way where a handshake may end at a near proxy.
+    """
+    net = m.network
+    if net.answer_ms is not None and net.path.endswith("/health"):
+        return net.answer_ms
+    return min((t for t in (net.connect_ms, net.answer_ms) if t is not None), default=0.0)
 
 
 def prefill_slope(m: Measurements) -> float | None:
