@@ -129,6 +129,21 @@ def test_a_server_that_dies_is_a_connection_error() -> None:
     assert stage.errors == {"connection": 3}
 
 
+def test_a_connection_that_is_closed_after_each_answer_is_no_failure() -> None:
+    """As some servers do without saying so: the next request finds the connection it would use closed."""
+    streamer = Streamer()
+
+    async def close(exchange: Exchange) -> None:
+        await streamer.decent(exchange)
+        await asyncio.sleep(0.001)
+        exchange.writer.close()
+
+    streamer.behaviour = close
+    with running(streamer) as address:
+        [stage] = bench(address, requests=30, levels=(3,)).stages
+    assert stage.completed == 30 and stage.errors == {}
+
+
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 def test_chunks_may_be_cut_anywhere(size: int, line_end: bytes) -> None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from headrace.errors import ConfigError
+from headrace.lab.bench.client import connection_trace
 from headrace.lab.bench.context import context
 from headrace.lab.bench.datasets import read_dataset
 from headrace.lab.bench.endpoint import Endpoint, Route, base_url, looks_like_url, probe
@@ -127,7 +128,9 @@ def open_http(target: Target) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=15)
     # Proxies of the environment are for the world outside, and would only slow what is near.
     outside = not re.match(_NEAR, urlsplit(base_url(target.address)).hostname or "")
-    return aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=outside)
+    return aiohttp.ClientSession(
+        connector=connector, timeout=timeout, trust_env=outside, trace_configs=[connection_trace()]
+    )
 
 
 @contextlib.contextmanager
