@@ -92,6 +92,8 @@ def server_line(stage: StageResult) -> str:
             parts.append(f"engine busy {server.busy:.0%}")
         if server.cpu_cores is not None:
             parts.append(f"{server.cpu_cores:.2f} cores")
+        if server.device_busy is not None:
+            parts.append(f"GPU busy {server.device_busy:.0%}")
         if server.preemptions:
             parts.append(f"{server.preemptions:.0f} preemptions")
     if stage.cached_share is not None:

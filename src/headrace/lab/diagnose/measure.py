@@ -192,8 +192,11 @@ class _Run:
             )
             workload = self._synthetic(self._prompt_tokens(output), output)
             async with Pinger(self._http, self._endpoint, self._found.network.path) as pinger:
-                stage = await self._stage(workload, plan, max(left_s, 2 * window_s))
+                limit_s = max(left_s, 2 * window_s, 2 * self._expected_s(output) if number < 2 else 0.0)
+                stage = await self._stage(workload, plan, limit_s)
             if stage is None:
+                if not self._found.levels and not self._found.interrupted:
+                    self._found.notes.append(f"one user: nothing was answered within {limit_s:.0f} s")
                 return
             self._note_errors(stage)
             reached = level(stage, pinger.answer_ms)
@@ -202,6 +205,11 @@ class _Run:
             best = max(best, reached.tok_s)
             if flat >= 2 or (flat and _held_up(reached)) or not reached.completed:
                 return
+
+    def _expected_s(self, output: int) -> float:
+        """How long one user's request should take, by the slowest of the gentle load."""
+        known = [(g.e2e_ms, g.tpot_ms or 0.0) for g in self._found.gentle if g.e2e_ms is not None]
+        return max((e2e + output * tpot for e2e, tpot in known), default=0.0) / 1000
 
     def _output_tokens(self, seconds: float) -> int:
         """An answer that one user gets in a few ``seconds``, 8 to 64 tokens, if nobody chose its length."""
