@@ -7,7 +7,7 @@ from headrace.lab.diagnose.measurements import Level
 from headrace.lab.diagnose.split import running
 from headrace.lab.diagnose.switches import Switch, proof, switch
 
-_ONE_THREAD = 0.8  # of the process's CPU in one thread: two that compute have about half each
+_ONE_THREAD = 0.7  # of the process's CPU in one thread: two that compute have about half each
 _FULL = 0.8  # utilisation from which on a device counts as busy
 _OTHERS = 0.25  # of the machine's cores
 

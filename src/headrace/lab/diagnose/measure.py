@@ -192,7 +192,9 @@ class _Run:
             )
             workload = self._synthetic(self._prompt_tokens(output), output)
             async with Pinger(self._http, self._endpoint, self._found.network.path) as pinger:
-                limit_s = max(left_s, 2 * window_s, 2 * self._expected_s(output) if number < 2 else 0.0)
+                limit_s = max(left_s, 2 * window_s)
+                if number < 2:  # these two must be had, even if users are served one after the other
+                    limit_s = max(limit_s, 2 * users * self._expected_s(output))
                 stage = await self._stage(workload, plan, limit_s)
             if stage is None:
                 if not self._found.levels and not self._found.interrupted:
