@@ -74,8 +74,9 @@ def _host_bound(f: Findings, lv: Level, thread: float, device: float) -> Finding
 def machine_shared(f: Findings) -> Finding | None:
     """Other programs use the cores that the server would."""
     lv = f.best
-    s = lv.server if lv is not None else None
-    if lv is None or s is None or s.others_cores is None or not s.cores or not s.cpu_cores:
+    alone = next((g.server for g in reversed(f.m.gentle) if g.server is not None), None)
+    s = lv.server if lv is not None else alone
+    if s is None or s.others_cores is None or not s.cores or not s.cpu_cores:
         return None
     if s.others_cores < _OTHERS * s.cores or s.cpu_cores + s.others_cores < 0.7 * s.cores:
         return None
@@ -86,13 +87,13 @@ def machine_shared(f: Findings) -> Finding | None:
         title="Other programs use the server's cores",
         confidence="medium",
         evidence=[
-            f"with {users(lv.users)}, other programs used {s.others_cores:.2f} of {s.cores:g} cores, "
+            f"with {users(lv.users if lv is not None else 1)}, other programs used {s.others_cores:.2f} of {s.cores:g} cores, "
             f"the server {s.cpu_cores:.2f}"
         ],
         attempt=changed.text,
         gain=f"up to {factor:.1f} × if the server had them",
         factor=factor,
-        proof=_proof(f, changed, lv),
+        proof=_proof(f, changed, lv) if lv is not None else [],
     )
 
 
