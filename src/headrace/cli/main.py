@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli import bench, chat, diagnose, doctor, eval, models, serve
+from headrace.cli import bench, chat, diagnose, doctor, eval, models, plan, serve
 from headrace.errors import HeadraceError
 
 # The family of errors that misuse raises. Of it typer exports one member only, and which click they are of
@@ -28,6 +28,7 @@ app.command()(bench.bench)
 app.command()(diagnose.diagnose)
 app.add_typer(models.app, name="models")
 app.command(name="eval")(eval.evaluate)
+app.command()(plan.plan)
 app.command()(doctor.doctor)
 
 
