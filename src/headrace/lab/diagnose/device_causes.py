@@ -87,7 +87,8 @@ def machine_shared(f: Findings) -> Finding | None:
         title="Other programs use the server's cores",
         confidence="medium",
         evidence=[
-            f"with {users(lv.users if lv is not None else 1)}, other programs used {s.others_cores:.2f} of {s.cores:g} cores, "
+            f"with {users(lv.users if lv is not None else 1)}, other programs used {s.others_cores:.2f} "
+            f"of {s.cores:g} cores, "
             f"the server {s.cpu_cores:.2f}"
         ],
         attempt=changed.text,
