@@ -100,7 +100,7 @@ def bench(
     """Measure latency and throughput of an OpenAI-compatible endpoint, or of a model served meanwhile."""
     if compare is not None:
         _compare(*compare)
-    _need_lab()
+    need_lab("bench")
     if [prompts, dataset, trace].count(None) < 2:
         raise ConfigError("--prompts, --dataset and --trace exclude each other: choose one")
     if output is not None and output.suffix != ".json":
@@ -149,7 +149,7 @@ def bench(
     )
     _write(
         result,
-        output or Path(f"bench-{_file_name(result.endpoint.model)}-{time.strftime('%Y%m%d-%H%M%S')}.json"),
+        output or Path(f"bench-{file_name(result.endpoint.model)}-{time.strftime('%Y%m%d-%H%M%S')}.json"),
     )
     if not any(stage.completed for stage in result.stages):
         raise HeadraceError("no request was answered; what failed is above and in the report")
@@ -182,7 +182,7 @@ def _measure(
     if serve and is_url:
         raise ConfigError("--serve is for a MODEL that bench serves itself; this endpoint runs already")
     with (
-        nullcontext((target, None)) if is_url else served(_pulled(target), shlex.split(serve)) as (
+        nullcontext((target, None)) if is_url else served(pulled(target), shlex.split(serve)) as (
             address,
             pid,
         )
@@ -198,7 +198,7 @@ def _measure(
             server_pid=pid,
         )
         view = TerminalView(Console(stderr=True))
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(measure(where, asked, plan, view, settings, count))
 
 
@@ -233,15 +233,17 @@ def _compare(before: Path, after: Path) -> None:
     raise typer.Exit(1 if found.verdict == "worse" else 0)
 
 
-def _need_lab() -> None:
+def need_lab(command: str, *more: str) -> None:
+    """Raise ConfigError unless the packages of the lab extra that ``command`` imports are installed."""
     import importlib.util
 
-    missing = [name for name in ("aiohttp", "hdrh", "matplotlib") if importlib.util.find_spec(name) is None]
+    names = ("aiohttp", "hdrh", "matplotlib", *more)
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"bench needs {', '.join(missing)}: pip install 'headrace[lab]'")
+        raise ConfigError(f"{command} needs {', '.join(missing)}: pip install 'headrace[lab]'")
 
 
-def _pulled(model: str) -> str:
+def pulled(model: str) -> str:
     """Fetch the model here, where its progress is seen, before the server starts."""
     from headrace.cli.progress import download_progress
     from headrace.model import store
@@ -259,7 +261,8 @@ def _counter(reference: str) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _loop_factory() -> Any:
+def loop_factory() -> Any:
+    """Of the quickest event loop at hand; None: asyncio's own."""
     try:
         import uvloop
     except ImportError:
@@ -284,7 +287,8 @@ def _users(text: str) -> tuple[float, ...]:
     return found
 
 
-def _file_name(model: str) -> str:
+def file_name(model: str) -> str:
+    """A model's name as part of a file's."""
     return re.sub(r"[^\w.-]+", "-", model).strip("-.")[-60:] or "model"
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
 
 from headrace.cli import options
 from headrace.errors import ConfigError
@@ -70,6 +73,30 @@ def read_options(path: Path, command: Callable[..., None], title: str) -> dict[s
         values[flag] = _plain(flag, value, where)
     _check(values, known, path, lines)
     return {known[name].parameter: value for name, value in values.items() if value is not None}
+
+
+def given_options(command: Callable[..., None], text: str, title: str) -> dict[str, Any]:
+    """The options that the line ``text`` gives to ``command``, itself or by a --config file, by long name.
+
+    Raises ConfigError, which ``title`` begins, for what the command would not take.
+    """
+    alone = typer.Typer(add_completion=False)
+    alone.command()(command)
+    parser: Any = typer.main.get_command(alone)
+    try:
+        context = parser.make_context(title, shlex.split(text))
+    except options.MISUSE as error:
+        raise ConfigError(f"{title}: {' '.join(error.format_message().split())}") from None
+    except ValueError as error:  # a quote that is never closed
+        raise ConfigError(f"{title}: {text!r}: {error}") from None
+    except typer.Exit:
+        raise ConfigError(f"{title}: {text!r} asks for help, not for options") from None
+    return {
+        name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
+        for name, value in context.params.items()
+        if name not in _NOT_IN_FILES
+        and context.get_parameter_source(name).name in ("COMMANDLINE", "DEFAULT_MAP")
+    }
 
 
 def _resolved(name: str, value: Any, known: dict[str, Option], where: str) -> tuple[str, Any]:
