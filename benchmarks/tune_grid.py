@@ -3,9 +3,9 @@
 ``python benchmarks/tune_grid.py grid.json [--seconds 150]`` measures what ``grid.json`` lacks, for so long,
 and may be started again until it says that the grid is complete. Every point is a trial as ``headrace tune``
 runs it: a server of its own, warm-up, a window in parts; its value after each part, the time up to there and
-the whole time are kept. The points are measured in a shuffled order, so that a slow minute of the machine does
-not hit one corner, and those during which other programs used the processors are measured again, up to three
-times; the quietest one stays.
+the whole time are kept. The points are measured in a shuffled order, so that a slow minute of the machine
+does not hit one corner, and those during which other programs used the processors are measured again, up to
+three times; the quietest one stays.
 """
 
 from __future__ import annotations
