@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.lab.tune.effects import Effect, additive, best_first
 from headrace.lab.tune.measurement import Measure, Measurement, Trial
 from headrace.lab.tune.switches import Config, Dimension, default_config
@@ -103,17 +103,22 @@ class Search:
 
     def _open(self, storage: Path | None, seed: int) -> optuna.Study:
         import optuna
+        from sqlalchemy.exc import SQLAlchemyError
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         alone = sum(len(dimension.choices) - 1 for dimension in self.dimensions)
         url = None if storage is None else f"sqlite:///{storage}"
-        study = optuna.create_study(
-            study_name=_NAME,
-            storage=url,
-            load_if_exists=True,
-            direction="maximize",
-            pruner=optuna.pruners.MedianPruner(n_startup_trials=_FEW, n_warmup_steps=0),
-        )
+        try:
+            study = optuna.create_study(
+                study_name=_NAME,
+                storage=url,
+                load_if_exists=True,
+                direction="maximize",
+                pruner=optuna.pruners.MedianPruner(n_startup_trials=_FEW, n_warmup_steps=0),
+            )
+        except SQLAlchemyError as error:
+            said = str(error).splitlines()[0]
+            raise ConfigError(f"{storage} holds no search ({said}): start afresh with --overwrite") from None
         done = len(study.get_trials(deepcopy=False))  # so that it does not draw the same again
         study.sampler = optuna.samplers.TPESampler(
             seed=seed + done, multivariate=True, n_startup_trials=1 + alone, constant_liar=False
