@@ -56,7 +56,7 @@ SETUP = Setup(
     plan=Plan(kind="closed", levels=(12,), duration_s=6.0, warmup_s=1.0, early_stop=False),
 )
 
-QUIET_CORES = 0.15
+QUIET_CORES = 0.25
 TRIES = 3
 
 

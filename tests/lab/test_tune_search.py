@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import optuna
 import pytest
 
 from headrace.errors import ConfigError, HeadraceError
@@ -180,6 +181,16 @@ def test_a_search_goes_on_where_its_file_ends(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert len(world.asked) == 5 and [trial.number for trial in again.trials] == list(range(5))
     assert world.search(storage=storage).trials == again.trials
+
+
+def test_a_trial_that_was_chosen_and_not_begun_is_chosen_again(tmp_path: Path) -> None:
+    """Killed between optuna's two steps, the search could not be opened any more."""
+    world = World(rough)
+    world.search(storage=tmp_path / "study.db").run(most=1)
+    study = optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path / 'study.db'}")
+    study.enqueue_trial(default_config(DIMENSIONS) | {"size": "8"})
+    world.search(storage=tmp_path / "study.db").run(most=3)
+    assert [changes(DIMENSIONS, config) for config in world.asked] == ["defaults", "size=8", "cache=off"]
 
 
 def test_time_that_was_spent_before_counts(tmp_path: Path) -> None:

@@ -130,8 +130,10 @@ class Search:
         from optuna.trial import TrialState
 
         for frozen in self._study.get_trials(deepcopy=False):
-            if frozen.state in (TrialState.RUNNING, TrialState.WAITING):
-                self._study.tell(frozen.number, state=TrialState.FAIL, skip_if_finished=True)
+            if frozen.state == TrialState.WAITING:  # the next to be asked for
+                self._study.tell(self._study.ask(), state=TrialState.FAIL)
+            elif frozen.state == TrialState.RUNNING:
+                self._study.tell(frozen.number, state=TrialState.FAIL)
             elif "trial" in frozen.user_attrs:
                 self.trials.append(msgspec.convert(frozen.user_attrs["trial"], Trial))
 
