@@ -86,7 +86,6 @@ def test_a_switch_that_joins_the_registry_is_searched(monkeypatch: pytest.Monkey
         "kv-cache-dtype",
         ("kv-cache-dtype",),
         lambda subject: [Choice("auto"), Choice("int8", {"kv-cache-dtype": "int8"})],
-        "how K and V are held",
     )
     monkeypatch.setattr("headrace.lab.tune.switches.SWITCHES", [*SWITCHES, entry])
     assert "kv-cache-dtype" not in labels(space(ON_8_CORES))  # this server has no such option

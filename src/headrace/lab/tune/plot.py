@@ -55,7 +55,7 @@ def picture(outcome: Outcome, form: str) -> bytes:
             axis.legend(loc="upper left", fontsize=9, frameon=True, framealpha=0.85, edgecolor="none")
         lines = _key(outcome, named)
         figure.subplots_adjust(
-            left=0.06, right=0.985, top=0.86, bottom=0.13 + 0.026 * len(lines), wspace=0.16
+            left=0.06, right=0.985, top=0.86, bottom=0.11 + 0.0245 * len(lines), wspace=0.16
         )
         figure.text(0.06, 0.02, "\n".join(lines), fontsize=9, color="#333a40", va="bottom", linespacing=1.35)
         out = io.BytesIO()

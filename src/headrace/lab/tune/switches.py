@@ -51,7 +51,6 @@ class Switch:
     name: str
     needs: tuple[str, ...]
     choices: Callable[[Subject], Sequence[Choice]]
-    about: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +124,17 @@ def _engine(subject: Subject) -> list[Choice]:
 
 
 SWITCHES: list[Switch] = [
-    Switch("quantization", ("quantization",), _quantization, "how weights are held"),
-    Switch("threads", ("threads",), _threads, "compute threads"),
-    Switch("max-num-seqs", ("max-num-seqs",), _numbers("max-num-seqs", _sequences), "sequences at once"),
+    Switch("quantization", ("quantization",), _quantization),
+    Switch("threads", ("threads",), _threads),
+    Switch("max-num-seqs", ("max-num-seqs",), _numbers("max-num-seqs", _sequences)),
     Switch(
         "max-num-batched-tokens",
         ("max-num-batched-tokens",),
         _numbers("max-num-batched-tokens", lambda subject: (128, 2048, 256, 1024)),
-        "tokens of one step: how much of a prompt is computed at a time",
     ),
-    Switch("speculative-config", ("speculative-config",), _speculation, "drafts by prompt lookup"),
-    Switch("prefix-caching", ("prefix-caching",), _prefix_caching, "share the KV of equal beginnings"),
-    Switch("engine-process", ("engine-process",), _engine, "where the engine runs"),
+    Switch("speculative-config", ("speculative-config",), _speculation),
+    Switch("prefix-caching", ("prefix-caching",), _prefix_caching),
+    Switch("engine-process", ("engine-process",), _engine),
 ]
 """The registry: a switch that is added here is searched. Those that move most go first."""
 

@@ -116,11 +116,18 @@ class _Watch:
         self._slo = plan.slo
         self._part_s = plan.duration_s / PARTS
         self._go_on = go_on
+        self._asked: asyncio.Future[bool] | None = None
+        self._so_far = 0.0, 0.0
         self._progress = progress
 
     def running(self, load: Load) -> None:
         self._progress.running(load)
-        if self.ended is not None:
+        if self._asked is not None and self._asked.done():
+            go_on, self._asked = self._asked.result(), None
+            if not go_on:
+                self.ended = self._so_far
+                load.interrupt()
+        if self.ended is not None or self._asked is not None:
             return
         now = load.now()
         part = len(self.parts) + 1
@@ -131,9 +138,9 @@ class _Watch:
         throughput = throughput_so_far(load, now)
         value = throughput if self._slo is None else goodput_so_far(load, self._slo, now)
         self.parts.append(round(value, 4))
-        if not self._go_on(part, value):
-            self.ended = value, throughput
-            load.interrupt()
+        self._so_far = value, throughput
+        # In a thread: the answer may take a disk's time, and the load's clock must not stand still.
+        self._asked = asyncio.get_running_loop().run_in_executor(None, self._go_on, part, value)
 
     def finished(self, result: StageResult) -> None:
         """Nothing to say: the trial is told of as a whole."""
