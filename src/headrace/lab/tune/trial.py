@@ -66,7 +66,7 @@ class Measurer:
         on Ctrl-C.
         """
         began = time.monotonic()
-        watch = _Watch(self._setup.plan, go_on, self._progress)
+        watch = Watch(self._setup.plan, go_on, self._progress)
         result = self._run(config, self._setup.plan, watch)
         [stage] = result.stages
         return _measurement(stage, watch, time.monotonic() - began)
@@ -74,9 +74,9 @@ class Measurer:
     def result(self, config: Config, seed: int) -> Result:
         """A whole measurement with prompts of its own ``seed``, as bench keeps it."""
         plan = dataclasses.replace(self._setup.plan, seed=seed)
-        return self._run(config, plan, _Watch(plan, lambda part, value: True, self._progress))
+        return self._run(config, plan, Watch(plan, lambda part, value: True, self._progress))
 
-    def _run(self, config: Config, plan: Plan, watch: _Watch) -> Result:
+    def _run(self, config: Config, plan: Plan, watch: Watch) -> Result:
         setup = self._setup
         options = serve_options(self._dimensions, config)
         with served(setup.model, [*setup.fixed, *command_line(options)]) as (address, pid):
@@ -104,7 +104,7 @@ def _why(result: Result) -> str:
     return "".join(f"; {kind}: {said}" for kind, said in examples.items())
 
 
-class _Watch:
+class Watch:
     """Looks at the load after each part of its window, and ends it where it is told to."""
 
     def __init__(self, plan: Plan, go_on: GoOn, progress: Progress) -> None:
@@ -165,7 +165,7 @@ def goodput_so_far(load: Load, slo: SLO, now: float) -> float:
     return sum(slo.met_by(record) for record in ended) / (now - load.begin_s)
 
 
-def _measurement(stage: StageResult, watch: _Watch, seconds: float) -> Measurement:
+def _measurement(stage: StageResult, watch: Watch, seconds: float) -> Measurement:
     whole = watch.ended is None
     throughput = stage.output_throughput.value if watch.ended is None else watch.ended[1]
     goodput = None if stage.goodput is None else stage.goodput.value
