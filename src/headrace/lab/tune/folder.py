@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from headrace.errors import ConfigError
 from headrace.lab.tune.measurement import Trial
-from headrace.lab.tune.outcome import SCHEMA, Outcome, headline
+from headrace.lab.tune.outcome import SCHEMA, Outcome, headline, in_words
 
 _OURS = ("search.json", "study.db", "trials.json", "best.yaml", "pareto.png", "report.html",
          "defaults.json", "best.json")  # fmt: skip
@@ -100,12 +100,13 @@ def best_yaml(outcome: Outcome) -> str:
     import yaml
 
     best: Trial = next(trial for trial in outcome.trials if trial.number == outcome.best)
-    assert best.measurement is not None
     lines = [
         f"headrace tune, {outcome.created[:16].replace('T', ' ')} UTC, headrace {outcome.context.headrace}",
         f"{outcome.context.machine}: {outcome.context.cpu}, {outcome.context.cores} cores",
         f"workload: {outcome.workload}" + (f"; SLO: {outcome.slo}" if outcome.slo else ""),
-        f"trials: {len(outcome.trials)}; best: {best.measurement.value:g} {outcome.goal}",
+        f"trials: {len(outcome.trials)}",
+        f"defaults: {in_words(outcome.trials[0])}",
+        f"best trial: {in_words(best)}",
         headline(outcome),
         *([outcome.chosen_why] if outcome.chosen_why else []),
         *(str(judged) for judged in outcome.judged),

@@ -167,6 +167,21 @@ def _change(effect: Effect | None, points: bool) -> str:
     return f"{100 * (factor - 1):+.0f}{error}%"
 
 
+def in_words(trial: Trial) -> str:
+    """What a trial measured, on one line."""
+    found = trial.measurement
+    if found is None:
+        return trial.error
+    times = {"TTFT p95": found.ttft_p95_ms, "TPOT p95": found.tpot_p95_ms}
+    parts = [f"{found.throughput:.1f} output tokens/s"]
+    if found.goodput is not None and found.slo_attainment is not None:
+        parts.append(f"{found.goodput:.2f} requests/s meet the SLO ({found.slo_attainment:.0%})")
+    parts += [f"{name} {duration(ms)}" for name, ms in times.items() if ms is not None]
+    parts += [] if found.busy is None else [f"engine busy {found.busy:.0%}"]
+    parts += [] if found.memory_bytes is None else [f"{found.memory_bytes / 2**20:.0f} MiB"]
+    return ", ".join(parts)
+
+
 def headline(outcome: Outcome) -> str:
     """What came of it, in one sentence."""
     best = next((trial for trial in outcome.trials if trial.number == outcome.best), None)
