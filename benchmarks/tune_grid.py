@@ -4,8 +4,8 @@
 and may be started again until it says that the grid is complete. Every point is a trial as ``headrace tune``
 runs it: a server of its own, warm-up, a window in parts; its value after each part, the time up to there and
 the whole time are kept. The points are measured in a shuffled order, so that a slow minute of the machine
-does not hit one corner, and those during which other programs used the processors are measured again, up to
-three times; the quietest one stays.
+does not hit one corner. A point is not kept if other programs used the processors meanwhile (``--noisy``
+keeps it), and two of those in a row end the run: start it again at a quieter time.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ SETUP = Setup(
     model="smollm2-135m",
     fixed=(),
     asked=Asked(prompt_tokens=Lengths("fixed", 96), output_tokens=Lengths("fixed", 32), shared_prefix=0.5),
-    plan=Plan(kind="closed", levels=(12,), duration_s=6.0, warmup_s=1.0, early_stop=False),
+    plan=Plan(kind="closed", levels=(12,), duration_s=4.5, warmup_s=0.7, early_stop=False),
 )
 
 QUIET_CORES = 0.25
-TRIES = 3
 
 
 class _Clock:
@@ -92,20 +91,15 @@ def measured(config: Config) -> dict[str, Any]:
     return {
         "config": config,
         "others_cores": round(max(everything - own, 0.0) / found.seconds, 3),
-        "tries": 1,
         "part_s": clock.part_s,
         "measurement": msgspec.to_builtins(found),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--seconds", type=float, default=150.0)
-    arguments = parser.parse_args()
-
+def empty() -> dict[str, Any]:
+    """A grid without points."""
     about = context()
-    grid: dict[str, Any] = {
+    return {
         "goal": SETUP.goal,
         "cpu": about.cpu,
         "cores": about.cores,
@@ -113,44 +107,36 @@ def main() -> None:
         "dimensions": {d.name: [choice.label for choice in d.choices] for d in DIMENSIONS},
         "points": [],
     }
-    if arguments.path.exists():
-        grid = json.loads(arguments.path.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--noisy", action="store_true", help="keep points however busy the machine is")
+    arguments = parser.parse_args()
+
+    grid = json.loads(arguments.path.read_text()) if arguments.path.exists() else empty()
+    known = [point["config"] for point in grid["points"]]
     labels = itertools.product(*(dimension.choices for dimension in DIMENSIONS))
     configs = [{d.name: c.label for d, c in zip(DIMENSIONS, point, strict=True)} for point in labels]
-    random.Random(7).shuffle(configs)
-    end = time.monotonic() + arguments.seconds
-    while time.monotonic() < end and (config := _next(configs, grid["points"])) is not None:
-        point = measured(config)
-        earlier = next((p for p in grid["points"] if p["config"] == config), None)
-        if earlier is not None:
-            grid["points"].remove(earlier)
-            tries = earlier["tries"] + 1
-            point = min(point, earlier, key=lambda p: p["others_cores"]) | {"tries": tries}
+    missing = [config for config in configs if config not in known]
+    random.Random(len(known)).shuffle(missing)
+    end, noisy = time.monotonic() + arguments.seconds, 0
+    while missing and time.monotonic() < end and noisy < 2:
+        point = measured(missing[0])
+        noisy = noisy + 1 if point["others_cores"] > QUIET_CORES else 0
+        value, others = point["measurement"]["value"], point["others_cores"]
+        print(f"{value:.1f}, others {others:.2f} cores: {missing[0]}", flush=True)
+        if noisy and not arguments.noisy:
+            continue
+        noisy = 0
+        missing.pop(0)
         grid["points"].append(point)
         unfinished = arguments.path.with_suffix(".part")
         unfinished.write_text(json.dumps(grid, indent=1) + "\n")
         unfinished.replace(arguments.path)
-        value, others = point["measurement"]["value"], point["others_cores"]
-        print(
-            f"{len(grid['points'])}/{len(configs)} {value:.1f}, others {others:.2f} cores, {config}",
-            flush=True,
-        )
-    missing = len(configs) - len(grid["points"])
-    again = sum(_noisy(point) for point in grid["points"])
-    print(
-        f"{missing} points are missing, {again} are to be measured again" if missing + again else "complete"
-    )
-
-
-def _noisy(point: dict[str, Any]) -> bool:
-    return bool(point["others_cores"] > QUIET_CORES and point["tries"] < TRIES)
-
-
-def _next(configs: list[Config], points: list[dict[str, Any]]) -> Config | None:
-    """One that is missing, else one to measure again: those that were tried least and came first."""
-    known = [point["config"] for point in points]
-    noisy = sorted((p for p in points if _noisy(p)), key=lambda point: point["tries"])
-    return next((config for config in configs if config not in known), noisy[0]["config"] if noisy else None)
+    print(f"{len(missing)} points are missing: start it again" if missing else "the grid is complete")
 
 
 if __name__ == "__main__":
