@@ -134,9 +134,14 @@ def tune(
 
 def _fixed(text: str) -> dict[str, Any]:
     fixed = given_options(serve, text, "--serve")
-    for name in ("api-key", "model"):
-        if name in fixed:
-            raise ConfigError(f"--serve: {name} is not for tune, which starts the servers itself")
+    if "model" in fixed:
+        raise ConfigError("--serve: the model is named once, for tune itself")
+    known = options_of(serve)
+    for name in fixed:
+        if variable := getattr(
+            known[name].info, "envvar", None
+        ):  # best.yaml and the process list would show it
+            raise ConfigError(f"--serve: {name} is a secret: give it as {variable}")
     return fixed
 
 
