@@ -1,8 +1,8 @@
 """What this machine can do at most: ``python benchmarks/limits.py``, on a quiet machine.
 
-Memory bandwidth by the size of what is read again and again, and multiply-accumulates a second from registers,
-for each kernel path and number of threads. Medians of the rounds; every other result can be given as a share
-of these.
+Memory bandwidth by the size of what is read again and again, and multiply-accumulates a second from the
+first-level cache, for each kernel path and number of threads. Medians of the rounds; every other result can
+be given as a share of these.
 """
 
 from __future__ import annotations

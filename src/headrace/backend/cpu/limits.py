@@ -16,7 +16,7 @@ class Limits:
     """The ceilings of ``threads`` threads on the kernel path ``isa``.
 
     ``read_bytes_per_s``: by the size in bytes of the buffer that all threads read together, ascending.
-    ``*_macs_per_s``: multiply-accumulates a second from registers.
+    ``*_macs_per_s``: multiply-accumulates a second, from registers and the first-level cache.
     """
 
     isa: str

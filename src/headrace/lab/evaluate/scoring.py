@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import open_runner
-from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, Int32, SamplingTable
+from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, SamplingTable
 from headrace.backend.runner import Runner, RunnerSettings
 from headrace.errors import ContextLengthError, GenerationError, InvalidRequestError
 from headrace.model.weights import open_checkpoint
@@ -68,6 +68,12 @@ class Scorer:
 
         Every continuation needs a token, and the context too. Raises as :meth:`log_probs` does.
         """
+        return [scores for scores, _ in self.greedy_continuations(context, continuations)]
+
+    def greedy_continuations(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[NDArray[np.float64], bool]]:
+        """As :meth:`continuations`, each with whether greedy decoding would have written it."""
         for continuation in continuations:
             if not context or not continuation:
                 raise InvalidRequestError("Context and continuation need at least one token each.")
@@ -80,13 +86,15 @@ class Scorer:
             # earlier continuation left in the KV cache lies beyond what this one can see.
             whole = [context[-1], *continuation]
             base = len(context) - 1
-            found = []
+            found, greedy = [], True
             for start, stop in _chunks(0, len(continuation), self._rows):
                 rows = log_softmax(
                     self._step(whole[start:stop], base + start, range(base + start, base + stop))
                 )
-                found.append(rows[np.arange(stop - start), whole[start + 1 : stop + 1]])
-            scores.append(np.concatenate(found).astype(np.float64))
+                wanted = whole[start + 1 : stop + 1]
+                found.append(rows[np.arange(stop - start), wanted])
+                greedy = greedy and bool((rows.argmax(axis=1) == wanted).all())
+            scores.append((np.concatenate(found).astype(np.float64), greedy))
         return scores
 
     def close(self) -> None:
@@ -127,7 +135,7 @@ class Scorer:
             logit_rows=np.arange(wanted.start - start, wanted.stop - start, dtype=np.int32)
             if len(wanted)
             else np.zeros(0, np.int32),
-            sampling=_greedy(len(wanted)),
+            sampling=SamplingTable.greedy(len(wanted)),
         )
         logits = self.runner.logits(batch)
         if not np.isfinite(logits).all():
@@ -178,31 +186,3 @@ def log_softmax(logits: Float32) -> Float32:
 def _chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     for first in range(start, stop, size):
         yield first, min(first + size, stop)
-
-
-def _greedy(rows: int) -> SamplingTable:
-    """A sampling table that changes no logit."""
-    none: Int32 = np.zeros(0, np.int32)
-    starts = np.zeros(rows + 1, np.int32)
-    zeros, whole = np.zeros(rows, np.float32), np.zeros(rows, np.int32)
-    return SamplingTable(
-        temperature=zeros,
-        top_k=whole,
-        top_p=np.ones(rows, np.float32),
-        min_p=zeros,
-        presence_penalty=zeros,
-        frequency_penalty=zeros,
-        repetition_penalty=np.ones(rows, np.float32),
-        seed=np.zeros(rows, np.uint64),
-        choice=np.zeros(rows, np.uint32),
-        position=np.zeros(rows, np.uint32),
-        num_logprobs=np.full(rows, -1, np.int32),
-        seen_start=starts,
-        seen_ids=none,
-        seen_counts=none,
-        bias_start=starts,
-        bias_ids=none,
-        bias_values=np.zeros(0, np.float32),
-        mask_row=np.full(rows, -1, np.int32),
-        masks=np.zeros((0, 0), np.uint32),
-    )
