@@ -112,11 +112,16 @@ def test_options_of_a_configuration() -> None:
     assert changes(dimensions, config) == "threads=7, prefix-caching=off, engine-process=process"
 
 
-def test_the_defaults_come_first_then_each_choice_alone() -> None:
-    world = World(lambda config: 1.0)
+def test_each_choice_is_tried_within_the_best_so_far() -> None:
+    """Of these, 64 is better than 32, and the cache's absence worse."""
+    world = World(
+        lambda config: {"32": 2.0, "8": 1.0, "64": 3.0}[config["size"]] - (config["cache"] == "off")
+    )
     world.search().run(most=6)
     described = [changes(DIMENSIONS, config) for config in world.asked]
-    assert described == ["defaults", "size=8", "cache=off", "drafts=2", "size=64", "drafts=4"]
+    assert described == [
+        "defaults", "size=8", "size=64", "size=64, cache=off", "size=64, drafts=2", "size=64, drafts=4",
+    ]  # fmt: skip
 
 
 def test_nothing_is_measured_twice_and_the_search_ends_with_the_space() -> None:
@@ -176,7 +181,7 @@ def test_a_search_goes_on_where_its_file_ends(tmp_path: Path) -> None:
     assert again.trials == search.trials and again.spent_s == search.spent_s
     again.run(most=5)
     assert [changes(DIMENSIONS, trial.config) for trial in again.trials] == [
-        "defaults", "size=8", "cache=off", "drafts=2", "size=64",
+        "defaults", "size=8", "size=64", "size=64, cache=off", "size=64, drafts=2",
     ]  # fmt: skip
     assert len(world.asked) == 5 and [trial.number for trial in again.trials] == list(range(5))
     assert world.search(storage=storage).trials == again.trials
@@ -189,7 +194,7 @@ def test_a_trial_that_was_chosen_and_not_begun_is_chosen_again(tmp_path: Path) -
     study = optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path / 'study.db'}")
     study.enqueue_trial(default_config(DIMENSIONS) | {"size": "8"})
     world.search(storage=tmp_path / "study.db").run(most=3)
-    assert [changes(DIMENSIONS, config) for config in world.asked] == ["defaults", "size=8", "cache=off"]
+    assert [changes(DIMENSIONS, config) for config in world.asked] == ["defaults", "size=8", "size=64"]
 
 
 def test_time_that_was_spent_before_counts(tmp_path: Path) -> None:
