@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli import bench, chat, doctor, eval, models, options, serve, tune
+from headrace.cli import bench, chat, doctor, eval, models, options, plan, serve, tune
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app.command()(bench.bench)
 app.add_typer(models.app, name="models")
 app.command(name="eval")(eval.evaluate)
 app.command()(tune.tune)
+app.command()(plan.plan)
+
 app.command()(doctor.doctor)
 
 

@@ -2,7 +2,7 @@
 
 The order: the defaults; every other choice once, switch by switch, the rest as in the best configuration so
 far (coordinate descent); then in turn the best sum of what single choices brought (an additive fit over all
-trials) and what TPE proposes (Bergstra et al. 2011, multivariate), which sees interactions. Nothing is measured
+trials) and what TPE proposes (Bergstra et al. 2011, multivariate), which sees interactions. Nothing is tried
 twice. A trial whose value after a part is below the median of the finished ones at that part ends there (the
 median rule of Golovin et al. 2017, "Google Vizier").
 """
