@@ -53,7 +53,7 @@ SETUP = Setup(
     model="smollm2-135m",
     fixed=(),
     asked=Asked(prompt_tokens=Lengths("fixed", 96), output_tokens=Lengths("fixed", 32), shared_prefix=0.5),
-    plan=Plan(kind="closed", levels=(12,), duration_s=3.6, warmup_s=0.6, early_stop=False),
+    plan=Plan(kind="closed", levels=(12,), duration_s=4.5, warmup_s=0.7, early_stop=False),
 )
 
 QUIET_CORES = 0.25
