@@ -155,7 +155,7 @@ def bench(
     )
     _write(
         result,
-        output or Path(f"bench-{_file_name(result.endpoint.model)}-{time.strftime('%Y%m%d-%H%M%S')}.json"),
+        output or Path(f"bench-{file_name(result.endpoint.model)}-{time.strftime('%Y%m%d-%H%M%S')}.json"),
     )
     if not any(stage.completed for stage in result.stages):
         raise HeadraceError("no request was answered; what failed is above and in the report")
@@ -327,7 +327,8 @@ def _users(text: str) -> tuple[float, ...]:
     return found
 
 
-def _file_name(model: str) -> str:
+def file_name(model: str) -> str:
+    """A model's name as part of a file's."""
     return re.sub(r"[^\w.-]+", "-", model).strip("-.")[-60:] or "model"
 
 

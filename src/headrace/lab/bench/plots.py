@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from headrace.lab.bench.metrics import StageResult
 
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "font.family": "DejaVu Sans",
     "axes.spines.top": False,
@@ -36,7 +36,7 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "path",
 }
 _WIDE = 5  # from here on times are drawn on a log scale
-_BLUE, _ORANGE, _GREY, _RED = "#1769aa", "#e07a1f", "#8a939b", "#c0392b"
+BLUE, ORANGE, GREY, RED = "#1769aa", "#e07a1f", "#8a939b", "#c0392b"
 
 
 def picture(result: Result, form: str) -> bytes:
@@ -44,7 +44,7 @@ def picture(result: Result, form: str) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 8.6), dpi=110, layout="constrained", facecolor="white")
         _fill(figure, result)
         out = io.BytesIO()
@@ -91,7 +91,7 @@ def _latency_throughput(axis: Axes, stages: list[StageResult], knee: str | None)
         _nothing(axis)
         return
     x = [s.output_throughput.value for s in shown]
-    for name, colour, marker in (("p50", _BLUE, "o"), ("p95", _ORANGE, "s")):
+    for name, colour, marker in (("p50", BLUE, "o"), ("p95", ORANGE, "s")):
         y = [getattr(s.e2e, name) / 1000 for s in shown]
         low, high = zip(*(_ci(s, name) for s in shown), strict=True)
         bars = [np.maximum(np.subtract(y, low), 0), np.maximum(np.subtract(high, y), 0)]
@@ -143,7 +143,7 @@ def _distribution(
         axis.set_xlim(0, shown * 1.08)
     axis.set_ylim(0, 101)
     if limit_ms is not None:
-        axis.axvline(limit_ms, color=_RED, lw=1.3, ls="--", label=f"SLO {limit_ms:g} ms")
+        axis.axvline(limit_ms, color=RED, lw=1.3, ls="--", label=f"SLO {limit_ms:g} ms")
     axis.legend(loc="best")
 
 
@@ -170,17 +170,17 @@ def _timeline(axis: Axes, stage: StageResult | None) -> None:
     bounds = np.linspace(0, last, int(np.clip(last * 2, 10, 160)) + 1)
     middles = (bounds[:-1] + bounds[1:]) / 2
     axis.axvspan(begin, min(end, last), color="#eef4f9", lw=0, label="measured window")
-    axis.fill_between(middles, token_rates(stage.records, bounds), color=_BLUE, alpha=0.25, lw=0, step="mid")
-    axis.step(middles, token_rates(stage.records, bounds), where="mid", color=_BLUE, lw=1.6, label="tokens/s")
+    axis.fill_between(middles, token_rates(stage.records, bounds), color=BLUE, alpha=0.25, lw=0, step="mid")
+    axis.step(middles, token_rates(stage.records, bounds), where="mid", color=BLUE, lw=1.6, label="tokens/s")
     axis.set_ylabel("output tokens per second")
     axis.set_ylim(bottom=0)
     axis.set_xlim(0, last)
     under_way = [sum(r.scheduled_s <= at < r.end_s for r in stage.records) for at in middles]
     right = axis.twinx()
-    right.step(middles, under_way, where="mid", color=_ORANGE, lw=1.4, label="requests under way")
+    right.step(middles, under_way, where="mid", color=ORANGE, lw=1.4, label="requests under way")
     failures = [record.end_s for record in stage.records if record.counts and not record.ok]
     if failures:
-        right.plot(failures, [0] * len(failures), "x", color=_RED, label="failed", clip_on=False)
+        right.plot(failures, [0] * len(failures), "x", color=RED, label="failed", clip_on=False)
     right.set_ylabel("requests under way")
     right.set_ylim(0, max([*under_way, 1]) * 1.35)
     right.grid(False)
@@ -195,7 +195,7 @@ def _timeline(axis: Axes, stage: StageResult | None) -> None:
 
 def _nothing(axis: Axes) -> None:
     axis.text(
-        0.5, 0.5, "nothing was measured", ha="center", va="center", color=_GREY, transform=axis.transAxes
+        0.5, 0.5, "nothing was measured", ha="center", va="center", color=GREY, transform=axis.transAxes
     )
     axis.set_xticks([])
     axis.set_yticks([])

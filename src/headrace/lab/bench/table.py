@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.lab.bench.compare import Difference
 from headrace.lab.bench.metrics import Distribution, StageResult
 from headrace.lab.bench.result import Result
 
@@ -20,6 +21,7 @@ COLUMNS = (
     "E2E p50",
     "E2E p99",
 )
+COMPARISON_COLUMNS = ("load", "metric", "before", "after", "change", "interval of the change", "verdict")
 
 
 def rows(result: Result) -> list[list[str]]:
@@ -124,3 +126,17 @@ def findings(result: Result) -> list[str]:
     if result.interrupted:
         found.append("interrupted: what was measured until then is shown")
     return found
+
+
+def comparison_row(difference: Difference) -> list[str]:
+    """One metric's cells, in the order of ``COMPARISON_COLUMNS``."""
+    d, unit = difference, difference.unit
+    return [
+        d.stage,
+        d.metric,
+        f"{d.before:.4g} {unit}",
+        f"{d.after:.4g} {unit}",
+        "" if d.relative is None else f"{d.relative:+.1%}",
+        f"{d.low:+.3g} … {d.high:+.3g} {unit}{' (paired)' if d.paired else ''}",
+        d.verdict,
+    ]
