@@ -66,6 +66,9 @@ def bench(
     dataset: Annotated[
         str | None, typer.Option(help="gsm8k, hellaswag, truthfulqa or humaneval, from installed packages.")
     ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Full-length answers to --prompts and --dataset too.")
+    ] = False,
     slo: Annotated[str | None, typer.Option(help="Objectives, such as ttft=500ms,tpot=50ms,e2e=10s.")] = None,
     slo_attainment: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Share of requests that must meet them in --find-rate.")
@@ -119,6 +122,7 @@ def bench(
         dataset=dataset,
         trace=trace,
         trace_speed=trace_speed,
+        ignore_eos=ignore_eos,
     )
     is_open = rate is not None or find_rate
     plan = Plan(
@@ -141,6 +145,7 @@ def bench(
         "warmup_s": warmup,
         "temperature": temperature,
         "timeout_s": timeout,
+        "ignore_eos": ignore_eos or None,
         "serve": serve or None,
         "command": shlex.join(["headrace", *_without_key(sys.argv[1:])]),
     }

@@ -30,7 +30,11 @@ _FEW = 100  # requests below which a p99 is hardly more than the slowest one
 
 
 class Asked(msgspec.Struct, kw_only=True, frozen=True):
-    """The workload's options. At most one of ``prompts``, ``dataset`` and ``trace``; else synthetic."""
+    """The workload's options. At most one of ``prompts``, ``dataset`` and ``trace``; else synthetic.
+
+    ``ignore_eos``: answers to ``prompts`` and ``dataset`` are as long as they may be; to synthetic prompts
+    they always are.
+    """
 
     prompt_tokens: Lengths
     output_tokens: Lengths
@@ -40,6 +44,7 @@ class Asked(msgspec.Struct, kw_only=True, frozen=True):
     dataset: str | None = None
     trace: Path | None = None
     trace_speed: float = 1.0
+    ignore_eos: bool = False
 
 
 class Target(msgspec.Struct, kw_only=True, frozen=True):
@@ -80,7 +85,7 @@ async def measure(
             model=target.model,
             api_key=target.api_key,
             route=target.route,
-            fixed_length=listed is None,
+            fixed_length=listed is None or listed.fixed_length,
             extra={} if target.temperature is None else {"temperature": target.temperature},
             timeout_s=target.timeout_s,
         )
@@ -140,8 +145,13 @@ def _listed(asked: Asked) -> Listed | None:
     limit = asked.output_tokens
     most = int(limit.b if limit.kind == "uniform" else limit.a)
     if asked.prompts is not None:
-        return read_prompts(asked.prompts, most)
-    return read_dataset(asked.dataset, most) if asked.dataset is not None else None
+        listed = read_prompts(asked.prompts, most)
+    elif asked.dataset is not None:
+        listed = read_dataset(asked.dataset, most)
+    else:
+        return None
+    listed.fixed_length = asked.ignore_eos
+    return listed
 
 
 def _made_up(asked: Asked, calibration: Calibration, seed: int) -> Workload:
@@ -185,7 +195,8 @@ def _describe(asked: Asked, workload: Workload) -> str:
     if isinstance(workload, Trace):
         return f"trace {workload.name}, {len(workload.times)} requests"
     if isinstance(workload, Listed):
-        return f"{workload.name}, {len(workload)} prompts, answers up to {asked.output_tokens} tokens"
+        until = "as long as asked" if workload.fixed_length else f"up to {asked.output_tokens} tokens"
+        return f"{workload.name}, {len(workload)} prompts, answers {until}"
     parts = [f"{asked.prompt_tokens} prompt tokens → {asked.output_tokens} output tokens"]
     if asked.turns > 1:
         parts.append(f"{asked.turns} turns")
@@ -208,7 +219,7 @@ def _warnings(result: Result, endpoint: Endpoint, workload: Workload, calibratio
         found.append(f"the endpoint reports no usage: tokens are counted {how}")
     if workload.fixed_length and not endpoint.fixed_length:
         found.append("the endpoint has no ignore_eos: answers may be shorter than asked for")
-    if workload.fixed_length and not calibration.measured:
+    if workload.fixed_length and not isinstance(workload, Listed) and not calibration.measured:
         found.append("without usage, prompt lengths are a guess: one word is taken as one token")
     target = result.endpoint.target
     local = not looks_like_url(target) or bool(re.match(_NEAR, urlsplit(base_url(target)).hostname or ""))
