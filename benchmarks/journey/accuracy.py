@@ -87,7 +87,8 @@ class _Transformers:
     def __init__(self, folder: Path, dtype: str) -> None:
         import transformers
 
-        transformers.utils.logging.disable_progress_bar()
+        logging: Any = transformers.utils.logging
+        logging.disable_progress_bar()
         network: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self._network = network.eval()
 

@@ -135,7 +135,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="auto")
     parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
     app = build(Model(options.folder, options.dtype))
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

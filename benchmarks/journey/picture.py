@@ -43,7 +43,8 @@ def picture(journey: Journey, form: str) -> bytes:
         figure.get_layout_engine().set(w_pad=0.2, h_pad=0.2, hspace=0.08)  # type: ignore[union-attr, call-arg]
         context = journey.context
         figure.suptitle(
-            f"{journey.model}, step by step: {context.cpu}, {context.cores} cores",
+            f"{journey.model}, step by step, on {context.cpu}, {context.cores} cores "
+            "(logarithmic heights: equal bars are equal factors)",
             fontsize=14,
             color=_INK,
             x=0.02,
@@ -112,22 +113,21 @@ def _waterfall(
         _label(axis, end, last, f"{_total(first, last)}\n{written(last)}", bold=True)
         axis.axhline(goal, color=_TARGET, lw=1.4, ls=(0, (5, 3)), zorder=1)
         axis.annotate(
-            f"{target_text} ({written(goal)})",
-            (0.0, goal),
-            xycoords=("axes fraction", "data"),
-            xytext=(2, 4),
-            textcoords="offset points",
+            f"{target_text}\n{written(goal)}",
+            (end + 0.42, goal),
+            va="center",
             color=_TARGET,
-            fontsize=10,
-            bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1},
+            fontsize=10.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 2},
             zorder=4,
         )
-    names = [step.name for step, _ in shown] + (["all together"] if len(shown) > 1 else [])
-    axis.set_xticks(range(len(names)), [textwrap.fill(name, 12) for name in names], color=_INK)
+    names = [textwrap.fill(step.name, 12) for step, _ in shown]
+    names += ["all together"] if len(shown) > 1 else []
+    axis.set_xticks(range(len(names)), names, color=_INK)
     axis.tick_params(axis="both", length=0)
     axis.set_yticks([])
     axis.minorticks_off()
-    axis.set_xlim(-0.6, len(names) - 0.4)
+    axis.set_xlim(-0.5, len(names) + 0.3)
 
 
 def _label(axis: Axes, place: float, top: float, text: str, *, bold: bool) -> None:
@@ -142,7 +142,7 @@ def _label(axis: Axes, place: float, top: float, text: str, *, bold: bool) -> No
         color=_INK,
         fontweight="bold" if bold else "normal",
         zorder=5,
-        bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1},
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
 
 

@@ -16,6 +16,7 @@ from benchmarks.journey.accuracy import Judge
 from benchmarks.journey.chat import write_chat
 from benchmarks.journey.results import Journey, StepResult, fill, promises
 from benchmarks.journey.steps import BASELINE, Server, Step
+from headrace.errors import GenerationError
 from headrace.lab.bench import result as bench_result
 from headrace.lab.bench.child import running, served
 from headrace.lab.bench.lengths import Lengths
@@ -26,7 +27,8 @@ from headrace.lab.bench.session import Plan
 
 SUSTAINED = 0.6
 """Of the requests a second that the baseline answers at full load: the rate of the open loop."""
-_REQUESTS = 2000  # in the files of prompts: more than any run asks for
+_TIMEOUT_S = 300.0  # of a request: a busy machine is slow, not broken
+_REQUESTS = 1000  # in the files of prompts: more than any run asks for
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Sizes:
     accuracy_tokens: int = 384
 
 
-QUICK = Sizes(closed_s=1.5, open_s=2.0, warmup_s=0.3, users=3, accuracy_tokens=48)
+QUICK = Sizes(closed_s=1.0, open_s=1.5, warmup_s=0.2, users=3, accuracy_tokens=48)
 
 
 class Runner:
@@ -62,20 +64,16 @@ class Runner:
         }
 
     def run(self, float_model: Path, steps: list[tuple[Step, Server | str]]) -> None:
-        """All steps; Ctrl-C ends early and keeps what there is."""
+        """All steps; Ctrl-C ends early and keeps what there is.
+
+        Raises GenerationError if the baseline answers nothing: there is nothing to compare with.
+        """
         journey = self._journey
         try:
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.journey.baseline",
-                str(float_model),
-                "--dtype",
-                self._dtype,
-            ]
-            self._step(
-                BASELINE, None, running(command, "the transformers baseline"), f"--dtype {self._dtype}"
-            )
+            settings = [str(float_model), "--dtype", self._dtype]
+            command = [sys.executable, "-m", "benchmarks.journey.baseline", *settings]
+            child = running(command, "the transformers baseline")
+            self._step(BASELINE, None, child, f"model.generate, --dtype {self._dtype}")
             for step, server in steps:
                 if journey.interrupted:
                     return
@@ -84,9 +82,8 @@ class Runner:
                     continue
                 arguments = server.arguments()
                 child = served(str(server.model), arguments)
-                self._step(
-                    step, server, child, shlex.join(["headrace", "serve", server.model.name, *arguments])
-                )
+                command = ["headrace", "serve", server.model.name, *arguments]
+                self._step(step, server, child, shlex.join(command))
         except KeyboardInterrupt:
             journey.interrupted = True
 
@@ -97,9 +94,9 @@ class Runner:
         with child as (address, pid):
             full = self._load(step, "full", address, pid)
             if self._journey.rate is None:
-                self._journey.rate = round(SUSTAINED * full.request_throughput.value, 3)
+                self._journey.rate = _sustained(full)
             equal = None
-            if not self._journey.interrupted and self._journey.rate > 0:
+            if not self._journey.interrupted:
                 equal = self._load(step, "equal", address, pid)
         fill(found, full, equal, self._journey.price_per_hour)
         if not self._journey.interrupted:
@@ -110,7 +107,7 @@ class Runner:
         sizes, journey = self._sizes, self._journey
         plan = Plan(
             kind="closed" if kind == "full" else "open",
-            levels=(sizes.users if kind == "full" else journey.rate or 1.0,),
+            levels=(sizes.users,) if kind == "full" else (journey.rate or 1.0,),
             duration_s=sizes.closed_s if kind == "full" else sizes.open_s,
             warmup_s=sizes.warmup_s,
             early_stop=False,
@@ -122,7 +119,7 @@ class Runner:
             prompts=self._prompts[kind],
             ignore_eos=True,
         )
-        target = Target(name=step.name, address=address, server_pid=pid)
+        target = Target(name=step.name, address=address, server_pid=pid, timeout_s=_TIMEOUT_S)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             found = runner.run(measure(target, asked, plan, _Silent(), {"step": step.name}))
         bench_result.write(found, self._folder / f"{step.name.replace(' ', '-')}-{kind}-load.json")
@@ -136,6 +133,14 @@ class Runner:
         journey.steps.append(found)
         journey.promises = promises(journey.measured())
         self._report(found)
+
+
+def _sustained(full: StageResult) -> float:
+    """A rate that a server can bear, from its full load."""
+    if not full.completed:
+        said = "; ".join(full.error_examples.values()) or "no request ended"
+        raise GenerationError(f"the baseline answered nothing at full load ({said}): try fewer --users")
+    return round(SUSTAINED * full.completed / full.window_s, 3)
 
 
 class _Silent:

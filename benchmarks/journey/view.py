@@ -19,7 +19,7 @@ COLUMNS = (
     "KL to float32",
     "same top-1",
 )
-_WIDTHS = (20, 6, 8, 11, 9, 9, 9, 17, 11)
+_WIDTHS = (20, 6, 8, 11, 9, 9, 9, 19, 11)
 
 
 def cells(step: StepResult) -> list[str]:
@@ -33,7 +33,7 @@ def cells(step: StepResult) -> list[str]:
         _number(step.ttft_ms, "{:.0f} ms"),
         _number(step.tpot_ms, "{:.1f} ms"),
         _number(step.e2e_ms, "{:.0f} ms"),
-        f"{accuracy.kl:.4f} ± {accuracy.kl_error:.4f}" if accuracy else "–",
+        f"{accuracy.kl:.5f} ± {accuracy.kl_error:.5f}" if accuracy else "–",
         f"{accuracy.same_top1:.1%}" if accuracy else "–",
     ]
 
@@ -109,7 +109,7 @@ h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5re
 .where, .small { color: #555e66; } .scroll { overflow-x: auto; } svg { max-width: 100%; height: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e8eb; }
-th { color: #555e66; } th:first-child, td:first-child, .plain td { text-align: left; white-space: normal; }
+th { color: #555e66; } th:first-child, td:first-child, .plain td, .plain th { text-align: left; white-space: normal; }
 @media (prefers-color-scheme: dark) {
   body { color: #e3e7ea; background: #16191c; } .where, .small, th { color: #a4adb5; }
   th, td { border-color: #343b41; } svg { background: #fff; border-radius: 6px; }
@@ -130,7 +130,8 @@ def _page(journey: Journey, svg: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in journey.versions.items())
     where = (
         f"{context.machine} · {context.cpu} · {context.cores} cores · "
-        f"{journey.created[:16].replace('T', ' ')} UTC · headrace {context.headrace}, {versions} · seed {journey.seed}"
+        f"{journey.created[:16].replace('T', ' ')} UTC · headrace {context.headrace}, {versions} · "
+        f"seed {journey.seed}"
     )
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
