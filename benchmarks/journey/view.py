@@ -109,7 +109,8 @@ h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5re
 .where, .small { color: #555e66; } .scroll { overflow-x: auto; } svg { max-width: 100%; height: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e8eb; }
-th { color: #555e66; } th:first-child, td:first-child, .plain td, .plain th { text-align: left; white-space: normal; }
+th { color: #555e66; }
+th:first-child, td:first-child, .plain td, .plain th { text-align: left; white-space: normal; }
 @media (prefers-color-scheme: dark) {
   body { color: #e3e7ea; background: #16191c; } .where, .small, th { color: #a4adb5; }
   th, td { border-color: #343b41; } svg { background: #fff; border-radius: 6px; }

@@ -123,7 +123,12 @@ def test_a_quantised_file_keeps_its_format_and_options_add_up() -> None:
     of = {step.name: server for step, server in servers(STEPS, float_model, own, known)}
     engine, shipped, last = of["engine"], of["4-bit weights"], of["speculation"]
     assert isinstance(engine, Server) and isinstance(shipped, Server) and isinstance(last, Server)
-    assert engine.model == float_model and engine.arguments() == ["--max-num-seqs", "1", "--no-prefix-caching"]
+    assert engine.model == float_model
+    assert engine.arguments() == [
+        "--max-num-seqs",
+        "1",
+        "--no-prefix-caching",
+    ]
     assert shipped.model == own and "--quantization" not in shipped.options
     assert last.numbers == shipped.numbers and list(last.options) == ["--speculative-config"]
     same = {step.name: server for step, server in servers(STEPS, float_model, float_model, known)}

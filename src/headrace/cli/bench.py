@@ -204,7 +204,7 @@ def _measure(
         )
         view = TerminalView(Console(stderr=True))
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(measure(where, asked, plan, view, settings, count))
+            return runner.run(measure(where, asked, plan, view, settings, count, with_floor=True))
 
 
 def _write(result: Result, path: Path) -> None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from headrace.errors import ConfigError
+from headrace.lab.bench.client_floor import client_floor
 from headrace.lab.bench.context import context
 from headrace.lab.bench.datasets import read_dataset
 from headrace.lab.bench.endpoint import Endpoint, Route, base_url, looks_like_url, probe
@@ -26,6 +27,7 @@ from headrace.lab.bench.trace import Trace
 from headrace.lab.bench.workload import Listed, Workload, read_prompts
 
 _NEAR = r"(localhost|127\.|::1$)"
+_NOTABLE = 0.1  # share of a server's TTFT that the client may add in silence
 _FEW = 100  # requests below which a p99 is hardly more than the slowest one
 
 
@@ -67,8 +69,13 @@ async def measure(
     view: View,
     settings: dict[str, Any],
     count_tokens: Callable[[str], int] | None = None,
+    *,
+    with_floor: bool = False,
 ) -> Result:
-    """Run ``plan``; Ctrl-C ends it early with what there is. Raises HeadraceError if it can't begin."""
+    """Run ``plan``; Ctrl-C ends it early with what there is. Raises HeadraceError if it can't begin.
+
+    ``with_floor``: measure first, for half a second, what the client itself adds to every time.
+    """
     import aiohttp
 
     listed = _listed(asked)
@@ -89,6 +96,7 @@ async def measure(
             extra={} if target.temperature is None else {"temperature": target.temperature},
             timeout_s=target.timeout_s,
         )
+        floor = await client_floor(http) if with_floor else None
         calibration = Calibration() if listed is not None else await calibrate(http, endpoint)
         workload = listed or _made_up(asked, calibration, plan.seed)
         if isinstance(workload, Trace):
@@ -122,6 +130,7 @@ async def measure(
         best_rate=session.best_rate,
         interrupted=session.interrupted,
         warnings=[],
+        client_floor=floor,
     )
     result.warnings += _warnings(result, endpoint, workload, calibration)
     return result
@@ -205,6 +214,18 @@ def _describe(asked: Asked, workload: Workload) -> str:
     return ", ".join(parts)
 
 
+def _close_to_the_floor(result: Result) -> list[str]:
+    """Stages whose times are, to a notable part, the client's own."""
+    floor = result.client_floor
+    if floor is None:
+        return []
+    return [
+        f"{stage.label}: {floor.ttft_p50_ms / stage.ttft.p50:.0%} of the median TTFT is the client's own time"
+        for stage in result.stages
+        if stage.ttft is not None and floor.ttft_p50_ms > _NOTABLE * stage.ttft.p50
+    ]
+
+
 def _warnings(result: Result, endpoint: Endpoint, workload: Workload, calibration: Calibration) -> list[str]:
     found = []
     if not endpoint.streaming:
@@ -227,6 +248,7 @@ def _warnings(result: Result, endpoint: Endpoint, workload: Workload, calibratio
     if local and load is not None and load > 0.5 * cores:
         found.append(f"the machine was busy already (load average {load:g} on {cores} cores): expect noise")
     found += [f"{s.label}: {s.client.warning}" for s in result.stages if s.client.warning]
+    found += _close_to_the_floor(result)
     if isinstance(workload, Listed) and any(s.requests > len(workload) for s in result.stages):
         found.append(
             f"{workload.name} has {len(workload)} prompts, which came again: a prefix cache has seen them"
