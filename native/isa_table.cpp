@@ -6,7 +6,7 @@
 #define HR_JOIN2(a, b) a##b
 #define HR_JOIN(a, b) HR_JOIN2(a, b)
 
-// A path may take all but its attention from another (HR_BASE).
+// A path may take all but what multiplies bf16 from another (HR_BASE).
 #ifndef HR_BASE
 #define HR_BASE HR_ISA
 #endif
@@ -14,7 +14,8 @@
 namespace headrace {
 namespace HR_ISA {
 void attention(const AttentionArgs&);
-}
+int64_t multiply(MultiplyKind, int64_t);
+}  // namespace HR_ISA
 namespace HR_BASE {
 void matmul(const MatmulArgs&, int, int, int, int);
 void norm(const NormArgs&, int, int);
@@ -26,12 +27,14 @@ void embed(const WeightFormat&, const uint8_t*, int, int, const int32_t*, float,
 void pool(const PoolArgs&);
 void softcap(float*, size_t, float);
 void sample_row(float*, int32_t, const SamplingRow&, void*, SampledRow*);
+float read_lines(const uint8_t*, size_t);
 }  // namespace HR_BASE
 
 const Kernels& HR_JOIN(HR_ISA, _kernels)() {
-  static const Kernels table{HR_STRINGIFY(HR_ISA), HR_BASE::matmul,  HR_BASE::norm,      HR_BASE::quantise,
-                             HR_BASE::glu,         HR_BASE::rope,    HR_ISA::attention,  HR_BASE::embed,
-                             HR_BASE::pool,        HR_BASE::softcap, HR_BASE::sample_row};
+  static const Kernels table{HR_STRINGIFY(HR_ISA), HR_BASE::matmul,  HR_BASE::norm,       HR_BASE::quantise,
+                             HR_BASE::glu,         HR_BASE::rope,    HR_ISA::attention,   HR_BASE::embed,
+                             HR_BASE::pool,        HR_BASE::softcap, HR_BASE::sample_row, HR_BASE::read_lines,
+                             HR_ISA::multiply};
   return table;
 }
 

@@ -126,6 +126,8 @@ inline size_t attention_scratch_floats(int head_dim) {
   return static_cast<size_t>(kMaxQueryVectors) * (3 * static_cast<size_t>(head_dim) + 4);
 }
 
+enum class MultiplyKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat = 2 };
+
 struct Kernels {
   const char* name;
   void (*matmul)(const MatmulArgs&, int tile_begin, int tile_end, int row_begin, int row_end);
@@ -142,6 +144,8 @@ struct Kernels {
   void (*pool)(const PoolArgs&);
   void (*softcap)(float* x, size_t count, float cap);
   void (*sample_row)(float* logits, int32_t vocab, const SamplingRow& row, void* workspace, SampledRow* out);
+  float (*read_lines)(const uint8_t* p, size_t lines);
+  int64_t (*multiply)(MultiplyKind kind, int64_t rounds);
 };
 
 const Kernels& portable_kernels();

@@ -87,15 +87,13 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
         HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] =
             dot_codes<Bits>(dot[r], codes, q + r * stride + 4 * j);
       }
-      if (any_wide & 1) {  // 254 q + fine in the rows whose group is wide; the others' fine bytes are zero
+      if (any_wide & 1) {  // 254 q + fine in the rows whose group is wide
         HR_UNROLL for (int r = 0; r < MR; ++r) {
           const uint64_t word = reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
-          dot[r] = mul(dot[r], iset1(word >> (g % 64) & 1 ? QuantRow::kWide : 1));
-        }
-        HR_UNROLL for (int j = first; j < last; ++j) {
-          const Bytes codes = tile_codes<Bits>(w, j);
-          HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] =
-              dot_codes<Bits>(dot[r], codes, q + r * stride + fine_at + 4 * j);
+          if (!(word >> (g % 64) & 1)) continue;
+          dot[r] = mul(dot[r], iset1(QuantRow::kWide));
+          HR_UNROLL for (int j = first; j < last; ++j) dot[r] =
+              dot_codes<Bits>(dot[r], tile_codes<Bits>(w, j), q + r * stride + fine_at + 4 * j);
         }
       }
       const Vec scale = load_scales(w + kCodes, part, F32);

@@ -16,6 +16,7 @@ namespace headrace {
 
 void bind_sampler(nb::module_&);
 void bind_kernels(nb::module_&);
+void bind_limits(nb::module_&);
 
 namespace {
 
@@ -174,4 +175,5 @@ NB_MODULE(_native, m) {
       .def_prop_ro("isa", &BoundProgram::isa);
   bind_sampler(m);
   bind_kernels(m);
+  bind_limits(m);
 }

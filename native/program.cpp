@@ -36,7 +36,7 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
     scratch_.emplace_back(attention_scratch_floats(largest_head));
     sampler_.emplace_back(sampler_workspace_bytes(limits_.vocab) + 64);
   }
-  profile_.assign(kOpCount, 0.0);
+  profile_.assign(instructions_.size(), 0.0);
 }
 
 void Program::bind(std::vector<uint8_t*> bases, std::vector<int64_t> sizes) {
@@ -74,12 +74,12 @@ void Program::execute(int thread, const BatchView& batch, const ResultView& resu
     const Clock::time_point start = timed ? Clock::now() : Clock::time_point();
     step(instructions_[i], i, thread, batch, result);
     if (instructions_[i].barrier) barrier_.wait();
-    if (timed) profile_[instructions_[i].op] += std::chrono::duration<double>(Clock::now() - start).count();
+    if (timed) profile_[i] += std::chrono::duration<double>(Clock::now() - start).count();
   }
 }
 
 std::vector<double> Program::take_profile() {
-  std::vector<double> out(kOpCount, 0.0);
+  std::vector<double> out(instructions_.size(), 0.0);
   out.swap(profile_);
   return out;
 }

@@ -94,8 +94,8 @@ class Program {
   int threads() const { return pool_.threads(); }
   int vocab() const { return limits_.vocab; }
   const Kernels& kernels() const { return kernels_; }
-  // Seconds spent per op kind since the last call, on the calling thread, barriers included. Empty unless
-  // enabled.
+  // Seconds spent in each instruction since the last call, on the calling thread, barriers included; zeros
+  // unless enabled.
   void set_profiling(bool on) { profiling_ = on; }
   std::vector<double> take_profile();
 

@@ -22,35 +22,6 @@ class Piece:
     blocks: Sequence[int]
 
 
-def greedy_table(rows: int) -> SamplingTable:
-    """Greedy sampling of ``rows`` logit rows, nothing else asked for."""
-
-    def zeros(dtype: type) -> np.ndarray:
-        return np.zeros(rows, dtype)
-
-    return SamplingTable(
-        temperature=zeros(np.float32),
-        top_k=zeros(np.int32),
-        top_p=np.ones(rows, np.float32),
-        min_p=zeros(np.float32),
-        presence_penalty=zeros(np.float32),
-        frequency_penalty=zeros(np.float32),
-        repetition_penalty=np.ones(rows, np.float32),
-        seed=zeros(np.uint64),
-        choice=zeros(np.uint32),
-        position=zeros(np.uint32),
-        num_logprobs=np.full(rows, -1, np.int32),
-        seen_start=np.zeros(rows + 1, np.int32),
-        seen_ids=np.zeros(0, np.int32),
-        seen_counts=np.zeros(0, np.int32),
-        bias_start=np.zeros(rows + 1, np.int32),
-        bias_ids=np.zeros(0, np.int32),
-        bias_values=np.zeros(0, np.float32),
-        mask_row=np.full(rows, -1, np.int32),
-        masks=np.zeros((0, 0), np.uint32),
-    )
-
-
 def batch_of(pieces: Sequence[Piece], logit_rows: LogitRows = "last", num_groups: int = 1) -> Batch:
     """One step over several sequences, greedy; every KV group uses the same blocks."""
     lengths = [len(piece.token_ids) for piece in pieces]
@@ -74,7 +45,7 @@ def batch_of(pieces: Sequence[Piece], logit_rows: LogitRows = "last", num_groups
         slot_mapping=(np.concatenate(slots).astype(np.int32),) * num_groups,
         block_tables=(table,) * num_groups,
         logit_rows=np.ascontiguousarray(rows, np.int32),
-        sampling=greedy_table(len(rows)),
+        sampling=SamplingTable.greedy(len(rows)),
     )
 
 

@@ -9,6 +9,7 @@ A Batch is immutable while it is in flight. All arrays are C-contiguous numpy ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,33 @@ class SamplingTable:
     bias_values: Float32  # added to the logit; -inf bans
     mask_row: Int32  # [m]; row of masks, or -1
     masks: NDArray[np.uint32]  # [k, ceil(vocab / 32)]; bit set = allowed (bit i of word j is id 32 j + i)
+
+    @classmethod
+    def greedy(cls, rows: int) -> Self:
+        """Greedy sampling of ``rows`` logit rows, nothing else asked for."""
+        none, starts = np.zeros(0, np.int32), np.zeros(rows + 1, np.int32)
+        zeros, whole = np.zeros(rows, np.float32), np.zeros(rows, np.int32)
+        return cls(
+            temperature=zeros,
+            top_k=whole,
+            top_p=np.ones(rows, np.float32),
+            min_p=zeros,
+            presence_penalty=zeros,
+            frequency_penalty=zeros,
+            repetition_penalty=np.ones(rows, np.float32),
+            seed=np.zeros(rows, np.uint64),
+            choice=np.zeros(rows, np.uint32),
+            position=np.zeros(rows, np.uint32),
+            num_logprobs=np.full(rows, -1, np.int32),
+            seen_start=starts,
+            seen_ids=none,
+            seen_counts=none,
+            bias_start=starts,
+            bias_ids=none,
+            bias_values=np.zeros(0, np.float32),
+            mask_row=np.full(rows, -1, np.int32),
+            masks=np.zeros((0, 0), np.uint32),
+        )
 
 
 @dataclass(slots=True)

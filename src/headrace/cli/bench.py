@@ -95,6 +95,10 @@ def bench(
     output: Annotated[
         Path | None, typer.Option(help="Result file (.json); report and picture go beside it.")
     ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Where the steps of our own engine spend their time, with a MODEL."),
+    ] = False,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(metavar="A.json B.json", help="Compare two results; exit status 1: B is worse."),
@@ -103,6 +107,8 @@ def bench(
     """Measure latency and throughput of an OpenAI-compatible endpoint, or of a model served meanwhile."""
     if compare is not None:
         _compare(*compare)
+    if profile:
+        _profile(target, serve, output)
     _need_lab()
     if [prompts, dataset, trace].count(None) < 2:
         raise ConfigError("--prompts, --dataset and --trace exclude each other: choose one")
@@ -236,6 +242,39 @@ def _compare(before: Path, after: Path) -> None:
         raise typer.Exit(_NOT_COMPARABLE) from None
     show_comparison(found, Console(width=None if sys.stdout.isatty() else 160))
     raise typer.Exit(1 if found.verdict == "worse" else 0)
+
+
+def _profile(target: str, serve: str, output: Path | None) -> None:
+    """Print a profile and exit."""
+    import json
+
+    from rich.console import Console
+
+    from headrace.lab.bench.endpoint import looks_like_url
+    from headrace.lab.profile import profile_model
+    from headrace.lab.profile_table import show_profile
+    from headrace.model import store
+
+    if looks_like_url(target):
+        raise ConfigError("--profile runs a MODEL in this process; it can't look into an endpoint")
+    options = _profile_options(serve)
+    found = profile_model(store.resolve(_pulled(target)), name=target, **options)
+    show_profile(found, Console(width=None if sys.stdout.isatty() else 120))
+    if output is not None:
+        output.write_text(json.dumps(found.as_json(), indent=1))
+    raise typer.Exit
+
+
+def _profile_options(serve: str) -> dict[str, Any]:
+    """What of ``--serve`` counts for a profile. Raises ConfigError for anything else."""
+    words = shlex.split(serve.replace("=", " "))
+    options = dict(zip(words[::2], words[1::2], strict=False))
+    threads, quantization = options.pop("--threads", "0"), options.pop("--quantization", None)
+    if options or len(words) % 2 or not threads.isdecimal() or quantization not in (None, "int8", "int4"):
+        raise ConfigError(
+            f"--serve {serve!r}: a profile takes --threads N and --quantization int8 or int4, nothing else"
+        )
+    return {"threads": int(threads), "quantization": quantization}
 
 
 def _need_lab() -> None:

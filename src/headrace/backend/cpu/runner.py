@@ -15,6 +15,7 @@ from headrace.backend.cpu import _native
 from headrace.backend.cpu.cores import usable_cores
 from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.instruction import INSTRUCTION
+from headrace.backend.cpu.profile import OpProfile, profile_of
 from headrace.backend.cpu.recorder import kv_layer_bytes, record
 from headrace.backend.cpu.weights_file import packed_weights
 from headrace.backend.runner import Capabilities, RunnerSettings
@@ -67,6 +68,7 @@ class CpuRunner:
         self._output = flat.reshape(settings.max_logit_rows, -1)[:, :width]
 
         assert INSTRUCTION.itemsize == _native.INSTRUCTION_BYTES
+        self._instructions = recording.instructions
         self._program: Any = _native.Program(
             recording.instructions.tobytes(),
             max_tokens=settings.max_batch_tokens,
@@ -127,6 +129,17 @@ class CpuRunner:
         """Run a step and copy its logits ``[m, vocab]``; bias, penalties and masks, if any, are in them."""
         self.run(batch)
         return self._output[: len(batch.logit_rows)].copy()
+
+    def profile(self, batch: Batch, steps: int = 1) -> list[OpProfile]:
+        """Run ``batch`` so many times: what each kind of operation took, slowest first."""
+        self._program.set_profiling(True)
+        self._program.take_profile()
+        try:
+            for _ in range(steps):
+                self.run(batch)
+            return profile_of(self._instructions, self._program.take_profile(), batch, steps)
+        finally:
+            self._program.set_profiling(False)
 
     def close(self) -> None:
         """Release threads, weights and KV."""

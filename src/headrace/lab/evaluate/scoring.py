@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import open_runner
-from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, Int32, SamplingTable
+from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, SamplingTable
 from headrace.backend.runner import Runner, RunnerSettings
 from headrace.errors import ContextLengthError, GenerationError, InvalidRequestError
 from headrace.model.weights import open_checkpoint
@@ -127,7 +127,7 @@ class Scorer:
             logit_rows=np.arange(wanted.start - start, wanted.stop - start, dtype=np.int32)
             if len(wanted)
             else np.zeros(0, np.int32),
-            sampling=_greedy(len(wanted)),
+            sampling=SamplingTable.greedy(len(wanted)),
         )
         logits = self.runner.logits(batch)
         if not np.isfinite(logits).all():
@@ -178,31 +178,3 @@ def log_softmax(logits: Float32) -> Float32:
 def _chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     for first in range(start, stop, size):
         yield first, min(first + size, stop)
-
-
-def _greedy(rows: int) -> SamplingTable:
-    """A sampling table that changes no logit."""
-    none: Int32 = np.zeros(0, np.int32)
-    starts = np.zeros(rows + 1, np.int32)
-    zeros, whole = np.zeros(rows, np.float32), np.zeros(rows, np.int32)
-    return SamplingTable(
-        temperature=zeros,
-        top_k=whole,
-        top_p=np.ones(rows, np.float32),
-        min_p=zeros,
-        presence_penalty=zeros,
-        frequency_penalty=zeros,
-        repetition_penalty=np.ones(rows, np.float32),
-        seed=np.zeros(rows, np.uint64),
-        choice=np.zeros(rows, np.uint32),
-        position=np.zeros(rows, np.uint32),
-        num_logprobs=np.full(rows, -1, np.int32),
-        seen_start=starts,
-        seen_ids=none,
-        seen_counts=none,
-        bias_start=starts,
-        bias_ids=none,
-        bias_values=np.zeros(0, np.float32),
-        mask_row=np.full(rows, -1, np.int32),
-        masks=np.zeros((0, 0), np.uint32),
-    )
