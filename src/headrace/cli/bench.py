@@ -64,7 +64,7 @@ def bench(
         Path | None, typer.Option(help="Your own requests: JSON Lines with prompt or messages.")
     ] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="gsm8k, hellaswag, truthfulqa or humaneval, from installed packages.")
+        str | None, typer.Option(help="gsm8k, hellaswag, truthfulqa or humaneval, out of published packages.")
     ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Full-length answers to --prompts and --dataset too.")
