@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.journey.float_model import float_folder
 from headrace.engine.config import DEFAULT_MODEL
+from headrace.errors import ConfigError, GenerationError, HeadraceError
 from headrace.lab.bench.child import served
 from headrace.lab.bench.lengths import Lengths
 from headrace.lab.bench.load import Load
@@ -88,11 +89,22 @@ def theirs(
     ]
     environment = os.environ | {"GUIDELLM__MAX_WORKER_PROCESSES": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
-    subprocess.run(command, env=environment, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no command {options.guidellm}; name guidellm's with --guidellm"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise GenerationError("guidellm did not end within 300 s; lower --requests") from None
+    if done.returncode:
+        raise GenerationError(f"guidellm ended with status {done.returncode}: {done.stderr.strip()[-500:]}")
     [run] = json.loads(path.read_bytes())["benchmarks"]
     metrics: dict[str, Any] = run["metrics"]
     if metrics["request_totals"]["successful"] < options.requests:
-        raise SystemExit(f"guidellm: requests failed: {metrics['request_totals']}")
+        raise GenerationError(f"guidellm: requests failed: {metrics['request_totals']}")
 
     def of(name: str, statistic: str) -> float:
         return float(metrics[name]["successful"][statistic])
@@ -155,4 +167,8 @@ def _spread(values: list[float], unit: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except HeadraceError as error:
+        print(f"bench_compare: {error.message}", file=sys.stderr)
+        sys.exit(1)
