@@ -2,13 +2,13 @@
 
     python -m benchmarks.bench_compare [MODEL] --guidellm PATH/TO/guidellm
 
-guidellm lives in an environment of its own (``pip install guidellm``). One ``headrace serve`` without prefix
-caching answers both: random words, the same numbers of prompt and answer tokens, the same users, in turns. It
-computes with one thread on one core and the clients have the others: guidellm's processes would otherwise take
-the server's time, and more of it than bench does. Printed is each one's median of the rounds and its range, and
-whether the ranges overlap. guidellm's inter-token latency is the mean gap of a request,
-(E2E − TTFT) / (tokens − 1), which is called TPOT here; its own TPOT divides the whole latency. Exit status 1 if a
-metric's ranges are more than 5% apart, or its rounds differ by so much that nothing can be said.
+guidellm lives in an environment of its own (``pip install guidellm``). One ``headrace serve`` without
+prefix caching answers both: random words, the same numbers of prompt and answer tokens, the same users, in
+turns. It computes with one thread on one core and the clients have the others: guidellm's processes would
+otherwise take the server's time, and more of it than bench does. Printed is each one's median of the rounds
+and its range, and whether the ranges overlap. guidellm's inter-token latency is the mean gap of a request,
+(E2E − TTFT) / (tokens − 1), which is called TPOT here; its own TPOT divides the whole latency. Exit status
+1 if a metric's ranges are more than 5% apart, or its rounds differ by so much that nothing can be said.
 """
 
 from __future__ import annotations
