@@ -65,14 +65,14 @@ journey: $(STAMPS)/dev $(STAMPS)/install
 	$(BIN)/python -m benchmarks.journey $(MODEL) $(ARGS)
 
 check: $(STAMPS)/dev $(STAMPS)/install
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 format: $(STAMPS)/dev
-	$(BIN)/ruff format src tests
-	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
 	$(BIN)/clang-format -i $(NATIVE)
 
 # supported_isas() names the best path first: the whole suite, at the end, runs with that one.

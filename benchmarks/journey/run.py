@@ -19,6 +19,7 @@ from benchmarks.journey.steps import BASELINE, Server, Step
 from headrace.errors import GenerationError
 from headrace.lab.bench import result as bench_result
 from headrace.lab.bench.child import running, served
+from headrace.lab.bench.endpoint import EndpointError
 from headrace.lab.bench.lengths import Lengths
 from headrace.lab.bench.load import Load
 from headrace.lab.bench.metrics import StageResult
@@ -64,7 +65,7 @@ class Runner:
         }
 
     def run(self, float_model: Path, steps: list[tuple[Step, Server | str]]) -> None:
-        """All steps; Ctrl-C ends early and keeps what there is.
+        """All steps; Ctrl-C ends early and keeps what there is. A step whose server does not start is left out.
 
         Raises GenerationError if the baseline answers nothing: there is nothing to compare with.
         """
@@ -83,7 +84,10 @@ class Runner:
                 arguments = server.arguments()
                 child = served(str(server.model), arguments)
                 command = ["headrace", "serve", server.model.name, *arguments]
-                self._step(step, server, child, shlex.join(command))
+                try:
+                    self._step(step, server, child, shlex.join(command))
+                except EndpointError as error:
+                    self._keep(StepResult(name=step.name, why=step.why, skipped=error.message))
         except KeyboardInterrupt:
             journey.interrupted = True
 
