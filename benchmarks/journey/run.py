@@ -65,7 +65,7 @@ class Runner:
         }
 
     def run(self, float_model: Path, steps: list[tuple[Step, Server | str]]) -> None:
-        """All steps; Ctrl-C ends early and keeps what there is. A step whose server does not start is left out.
+        """All steps; Ctrl-C ends early and keeps what there is. A step whose server fails to start is left out.
 
         Raises GenerationError if the baseline answers nothing: there is nothing to compare with.
         """
