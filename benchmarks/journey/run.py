@@ -28,6 +28,7 @@ from headrace.lab.bench.session import Plan
 
 SUSTAINED = 0.6
 """Of the requests a second that the baseline answers at full load: the rate of the open loop."""
+_FEWEST = 16  # requests of an open loop, if time allows: medians of fewer are luck
 _TIMEOUT_S = 300.0  # of a request: a busy machine is slow, not broken
 _REQUESTS = 1000  # in the files of prompts: more than any run asks for
 
@@ -65,7 +66,7 @@ class Runner:
         }
 
     def run(self, float_model: Path, steps: list[tuple[Step, Server | str]]) -> None:
-        """All steps; Ctrl-C ends early and keeps what there is. A step whose server fails to start is left out.
+        """All steps; Ctrl-C ends early and keeps what there is. A server that fails to start is left out.
 
         Raises GenerationError if the baseline answers nothing: there is nothing to compare with.
         """
@@ -112,7 +113,7 @@ class Runner:
         plan = Plan(
             kind="closed" if kind == "full" else "open",
             levels=(sizes.users,) if kind == "full" else (journey.rate or 1.0,),
-            duration_s=sizes.closed_s if kind == "full" else sizes.open_s,
+            duration_s=sizes.closed_s if kind == "full" else self._open_s(),
             warmup_s=sizes.warmup_s,
             early_stop=False,
             seed=journey.seed,
@@ -131,6 +132,11 @@ class Runner:
         if not found.stages:
             raise KeyboardInterrupt
         return found.stages[0]
+
+    def _open_s(self) -> float:
+        """Longer, up to twice, where the baseline is so slow that few requests would come."""
+        usual = self._sizes.open_s
+        return min(max(usual, _FEWEST / (self._journey.rate or 1.0)), 2 * usual)
 
     def _keep(self, found: StepResult) -> None:
         journey = self._journey
