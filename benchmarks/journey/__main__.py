@@ -2,8 +2,8 @@
 
 Each step changes one thing and is measured under the same load: a help desk's chat, every request with one
 long system prompt. Full load (a closed loop of --users) gives throughput, the cores in use and the cost; an
-open loop at a rate that the baseline sustains gives latencies at equal load. Writes journey.json,
-journey.html, journey.png and each load's bench result into --output. Ctrl-C keeps what was measured.
+open loop at a rate that the baseline sustains gives latencies at equal load. Writes journey.json, .html, .md
+and .png, and each load's bench result, into --output. Ctrl-C keeps what was measured.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.journey.results import COST_TARGET, LATENCY_TARGET, Journey, StepResult
+from headrace.lab.bench.png import few_colours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +72,7 @@ def picture(journey: Journey, form: str) -> bytes:
         )
         out = io.BytesIO()
         figure.savefig(out, format=form, metadata={"Date": None} if form == "svg" else None)
-    return out.getvalue()
+    return few_colours(out.getvalue()) if form == "png" else out.getvalue()
 
 
 def _waterfall(

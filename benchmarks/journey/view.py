@@ -96,7 +96,11 @@ def notes(journey: Journey) -> list[str]:
 
 
 def write(journey: Journey, folder: Path) -> None:
-    """journey.png and journey.html, which needs nothing beside it."""
+    """journey.png, journey.html, which needs nothing beside it, and journey.md, the table for other pages."""
+    lines = [f"| {' | '.join(row)} |" for row in (COLUMNS, *map(cells, journey.measured()))]
+    lines.insert(1, f"|---{'|--:' * (len(COLUMNS) - 1)}|")
+    lines += ["", *(f"- {sentence}" for sentence in [*journey.promises, *notes(journey)])]
+    (folder / "journey.md").write_text("\n".join(lines) + "\n", "utf-8")
     (folder / "journey.png").write_bytes(picture(journey, "png"))
     svg = picture(journey, "svg").decode()
     (folder / "journey.html").write_text(_page(journey, svg[svg.index("<svg") :]), "utf-8")

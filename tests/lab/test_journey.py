@@ -88,6 +88,7 @@ def test_every_step_is_measured_or_left_out_for_a_reason(tiny_model: Path, tmp_p
     page = (tmp_path / "journey.html").read_text("utf-8")
     assert "<svg" in page and "src=" not in page and "<script" not in page
     assert (tmp_path / "journey.png").read_bytes().startswith(b"\x89PNG")
+    assert "| speculation |" in (tmp_path / "journey.md").read_text("utf-8")
     assert (tmp_path / "speculation-full-load.json").exists()
     assert not (tmp_path / ".reference-logits").exists()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from headrace.lab.bench.png import few_colours
 from headrace.lab.bench.result import Result
 from headrace.lab.bench.slices import token_rates
 
@@ -51,17 +52,7 @@ def picture(result: Result, form: str) -> bytes:
         _fill(figure, result)
         out = io.BytesIO()
         figure.savefig(out, format=form, metadata={"Date": None} if form == "svg" else None)
-    return _few_colours(out.getvalue()) if form == "png" else out.getvalue()
-
-
-def _few_colours(png: bytes) -> bytes:
-    """The same picture with a palette: lines and letters need few colours, and the file is a third as big."""
-    from PIL import Image
-
-    out = io.BytesIO()
-    with Image.open(io.BytesIO(png)) as image:
-        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
-    return out.getvalue()
+    return few_colours(out.getvalue()) if form == "png" else out.getvalue()
 
 
 def _fill(figure: Figure, result: Result) -> None:
