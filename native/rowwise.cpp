@@ -12,12 +12,6 @@ constexpr float kWideShare = 2.0f;
 // Groups of nothing larger count as zeros: 127 / x must not overflow.
 constexpr float kSmallest = 1e-35f;
 
-HR_INLINE int32_t sum_bytes(const int8_t* q) {
-  int32_t sum = 0;
-  for (int i = 0; i < 16; ++i) sum += q[i];
-  return sum;
-}
-
 // One row to int8 per group of 32 (step = max|x| / 127, round to nearest even), with the sums that zero
 // points and minimums need. A non-finite input makes the group's scale NaN, so that it is seen in the logits
 // and not hidden.
@@ -37,34 +31,39 @@ HR_INLINE void quantise_row(const float* x, int width, uint8_t* out) {
   float squares = 0.0f;
   for (int g = 0; g < groups; ++g) {
     const Vec a = load(group(g)), b = load(group(g) + 16);
-    scales[g] = reduce_max(max(abs(a), abs(b)));
+    // As integers, magnitudes are in order, infinity and NaN above all numbers.
+    const int32_t bits = reduce_max(max(magnitude_bits(a), magnitude_bits(b)));
+    std::memcpy(&scales[g], &bits, 4);
     squares += scales[g] * scales[g];
   }
   const float limit = kWideShare * squares / static_cast<float>(groups);
-  for (int g = 0; g < groups; ++g) {
-    const Vec a = load(group(g)), b = load(group(g) + 16);
-    const float largest = scales[g];
-    const float poison = reduce_add(add(sub(a, a), sub(b, b)));  // 0, or NaN
-    const Vec inverse = set1(largest > kSmallest ? 127.0f / largest : 0.0f);
-    const Vec ya = mul(a, inverse), yb = mul(b, inverse);
-    const IVec qa = round_to_int(ya), qb = round_to_int(yb);
-    store_s8(q + 32 * g, qa);
-    store_s8(q + 32 * g + 16, qb);
-    int32_t first = sum_bytes(q + 32 * g), second = sum_bytes(q + 32 * g + 16);
-    float scale = (largest > kSmallest ? largest / 127.0f : 0.0f) + poison;
-    if (largest * largest > limit) {
-      wide[g / 64] |= uint64_t{1} << (g % 64);
-      const Vec steps = set1(static_cast<float>(QuantRow::kWide));
-      store_s8(fine + 32 * g, round_to_int(mul(sub(ya, to_float(qa)), steps)));
-      store_s8(fine + 32 * g + 16, round_to_int(mul(sub(yb, to_float(qb)), steps)));
-      first = QuantRow::kWide * first + sum_bytes(fine + 32 * g);
-      second = QuantRow::kWide * second + sum_bytes(fine + 32 * g + 16);
-      scale /= static_cast<float>(QuantRow::kWide);
+  for (int base = 0; base < groups; base += 16) {  // divisions by sixteen
+    const int count = groups - base < 16 ? groups - base : 16;
+    float largest[16] = {}, inverse[16], step[16];
+    std::memcpy(largest, scales + base, static_cast<size_t>(count) * sizeof(float));
+    const Vec all = load(largest), smallest = set1(kSmallest), full = set1(127.0f);
+    store(inverse, select_less(smallest, all, div(full, all), zero()));
+    store(step, add(select_less(smallest, all, div(all, full), zero()), sub(all, all)));  // NaN unless finite
+    for (int i = 0; i < count; ++i) {
+      const int g = base + i;
+      const Vec ya = mul(load(group(g)), set1(inverse[i])), yb = mul(load(group(g) + 16), set1(inverse[i]));
+      const IVec qa = round_to_int(ya), qb = round_to_int(yb);
+      int32_t first = store_s8(q + 32 * g, qa), second = store_s8(q + 32 * g + 16, qb);
+      float scale = step[i];
+      if (largest[i] * largest[i] > limit) {
+        wide[g / 64] |= uint64_t{1} << (g % 64);
+        const Vec steps = set1(static_cast<float>(QuantRow::kWide));
+        first = QuantRow::kWide * first +
+                store_s8(fine + 32 * g, round_to_int(mul(sub(ya, to_float(qa)), steps)));
+        second = QuantRow::kWide * second +
+                 store_s8(fine + 32 * g + 16, round_to_int(mul(sub(yb, to_float(qb)), steps)));
+        scale /= static_cast<float>(QuantRow::kWide);
+      }
+      scales[g] = scale;
+      sums[2 * g] = first;
+      sums[2 * g + 1] = second;
+      scaled_sums[g] = scale * static_cast<float>(first + second);
     }
-    scales[g] = scale;
-    sums[2 * g] = first;
-    sums[2 * g + 1] = second;
-    scaled_sums[g] = scale * static_cast<float>(first + second);
   }
 }
 

@@ -21,6 +21,21 @@
 namespace headrace {
 namespace HR_ISA {
 
+#if defined(HR_PATH_AVX512) || defined(HR_PATH_AVX2)
+struct Half {  // the lower and the upper eight lanes
+  __m256 lo, hi;
+};
+struct IHalf {
+  __m256i lo, hi;
+};
+HR_INLINE int32_t store_and_sum(int8_t* p, __m128i bytes) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  const __m128i eights =  // unsigned sums of eight: 128 too much in every byte
+      _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+  return _mm_cvtsi128_si32(_mm_add_epi32(eights, _mm_shuffle_epi32(eights, 0x4e))) - 16 * 128;
+}
+#endif
+
 #if defined(HR_PATH_AVX512)
 
 struct Vec {
@@ -72,9 +87,8 @@ HR_INLINE IVec round_to_int(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }
 HR_INLINE Vec scale_by_power_of_two(Vec a, IVec n) {
   return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_slli_epi32(n.v, 23)))};
 }
-HR_INLINE void store_s8(int8_t* p, IVec a) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a.v));
-}
+// Saturated to 8 bits; the sum of what was stored.
+HR_INLINE int32_t store_s8(int8_t* p, IVec a) { return store_and_sum(p, _mm512_cvtsepi32_epi8(a.v)); }
 HR_INLINE Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 HR_INLINE Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(0x0f))}; }
 HR_INLINE Bytes high_nibbles(Bytes a) {
@@ -88,6 +102,15 @@ HR_INLINE IVec dot_u4(IVec acc, Bytes w, const int8_t* x) {
 }
 HR_INLINE IVec dot_u8(IVec acc, Bytes w, const int8_t* x) { return dot_u4(acc, w, x); }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+HR_INLINE IVec magnitude_bits(Vec a) {
+  return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff))};
+}
+HR_INLINE IVec max(IVec a, IVec b) { return {_mm512_max_epi32(a.v, b.v)}; }
+HR_INLINE Half fold(Vec a) {
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+  return {_mm512_castps512_ps256(a.v), high};
+}
+HR_INLINE IHalf fold(IVec a) { return {_mm512_castsi512_si256(a.v), _mm512_extracti64x4_epi64(a.v, 1)}; }
 
 struct Pairs {  // 16 lanes of two bf16
   __m512i v;
@@ -183,10 +206,10 @@ HR_INLINE Vec scale_by_power_of_two(Vec a, IVec n) {
   return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.lo), _mm256_slli_epi32(n.lo, 23))),
           _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.hi), _mm256_slli_epi32(n.hi, 23)))};
 }
-HR_INLINE void store_s8(int8_t* p, IVec a) {
+HR_INLINE int32_t store_s8(int8_t* p, IVec a) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
   const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  return store_and_sum(p, bytes);
 }
 HR_INLINE Bytes load_bytes(const uint8_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
@@ -227,6 +250,14 @@ HR_INLINE IVec dot_u8(IVec acc, Bytes w, const int8_t* x) {
   return {dot_u8_half(acc.lo, w.lo, xs), dot_u8_half(acc.hi, w.hi, xs)};
 }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+HR_INLINE IVec magnitude_bits(Vec a) {
+  const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+  return {_mm256_and_si256(_mm256_castps_si256(a.lo), mask),
+          _mm256_and_si256(_mm256_castps_si256(a.hi), mask)};
+}
+HR_INLINE IVec max(IVec a, IVec b) { return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)}; }
+HR_INLINE Half fold(Vec a) { return {a.lo, a.hi}; }
+HR_INLINE IHalf fold(IVec a) { return {a.lo, a.hi}; }
 
 struct Pairs {
   __m256i lo, hi;
@@ -382,11 +413,14 @@ HR_INLINE Vec scale_by_power_of_two(Vec a, IVec n) {
   }
   return a;
 }
-HR_INLINE void store_s8(int8_t* p, IVec a) {
+HR_INLINE int32_t store_s8(int8_t* p, IVec a) {
+  int32_t sum = 0;
   HR_LANES {
     const int32_t x = a.v[i] < -128 ? -128 : (a.v[i] > 127 ? 127 : a.v[i]);
     p[i] = static_cast<int8_t>(x);
+    sum += x;
   }
+  return sum;
 }
 HR_INLINE Bytes load_bytes(const uint8_t* p) {
   Bytes r;
@@ -408,6 +442,16 @@ HR_INLINE IVec dot_u8(IVec acc, const Bytes& w, const int8_t* x) {
 }
 HR_INLINE IVec dot_u4(IVec acc, const Bytes& w, const int8_t* x) { return dot_u8(acc, w, x); }
 HR_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+HR_INLINE IVec magnitude_bits(Vec a) {
+  IVec r;
+  std::memcpy(r.v, a.v, sizeof r.v);
+  HR_LANES r.v[i] &= 0x7fffffff;
+  return r;
+}
+HR_INLINE IVec max(IVec a, IVec b) {
+  HR_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
 
 struct Pairs {
   uint32_t v[16];
@@ -457,20 +501,45 @@ constexpr uint32_t kEvenHalf = 0x0000ffffu;
 constexpr uint32_t kOddHalf = 0xffff0000u;
 
 // Reductions always fold 16 -> 8 -> 4 -> 2 -> 1 in this order, in every path.
+#if defined(HR_PATH_AVX512) || defined(HR_PATH_AVX2)
 HR_INLINE float reduce_add(Vec a) {
-  float t[16];
-  store(t, a);
-  for (int width = 8; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) t[i] += t[i + width];
-  return t[0];
+  const Half half = fold(a);
+  const __m256 eight = _mm256_add_ps(half.lo, half.hi);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 HR_INLINE float reduce_max(Vec a) {
-  float t[16];
-  store(t, a);
-  for (int width = 8; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) t[i] = t[i] > t[i + width] ? t[i] : t[i + width];
-  return t[0];
+  const Half half = fold(a);
+  const __m256 eight = _mm256_max_ps(half.lo, half.hi);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+HR_INLINE int32_t reduce_max(IVec a) {
+  const IHalf half = fold(a);
+  const __m256i eight = _mm256_max_epi32(half.lo, half.hi);
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+#else
+HR_INLINE float reduce_add(Vec a) {
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
+  return a.v[0];
+}
+HR_INLINE float reduce_max(Vec a) {
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
+  return a.v[0];
+}
+HR_INLINE int32_t reduce_max(IVec a) {
+  int32_t largest = a.v[0];
+  for (int i = 1; i < 16; ++i) largest = a.v[i] > largest ? a.v[i] : largest;
+  return largest;
+}
+#endif
 
 // e^x within 2 ulp for x <= 88; 0 below -87 (so that masked scores weigh exactly nothing). NaN stays NaN.
 // Range reduction and minimax polynomial in the manner of Cephes' expf.

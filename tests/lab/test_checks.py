@@ -14,7 +14,8 @@ from headrace.errors import ConfigError
 from headrace.lab.evaluate.checks import Check, last_number, marked_number
 from headrace.lab.evaluate.choices import hellaswag
 from headrace.lab.evaluate.gate import read_gate
-from headrace.lab.evaluate.questions import arithmetic, json_objects, needle, read_suite
+from headrace.lab.evaluate.own_suite import read_suite
+from headrace.lab.evaluate.questions import arithmetic, json_objects, needle
 
 
 @pytest.mark.parametrize(
@@ -63,11 +64,11 @@ def test_generated_questions_depend_on_the_seed_alone() -> None:
     assert [q.prompt for q in first] == [q.prompt for q in again] != [q.prompt for q in other]
     assert {q.id.split("-")[0] for q in first} == {"512", "1024"}
     number = first[0].prompt.split("number is ")[1][:5]
-    assert first[0].score(f"It is {number}.") == {"found": 1.0}
-    assert first[0].score("It is 7.") == {"found": 0.0}
+    assert first[0].score(f"It is {number}.").scores == {"found": 1.0}
+    assert first[0].score("It is 7.").scores == {"found": 0.0}
     asked = json_objects(3, Reader(None))
-    assert asked[0].score("{}")["valid"] == 1.0
-    assert asked[0].score("{}")["schema"] == 0.0
+    assert asked[0].score("{}").scores["valid"] == 1.0
+    assert asked[0].score("{}").scores["schema"] == 0.0
     with pytest.raises(ConfigError, match="640"):
         needle(0, Reader(100))
 
@@ -83,7 +84,8 @@ def test_arithmetic_knows_its_answers() -> None:
     questions = arithmetic(1, Reader(None))
     assert [q.prompt for q in questions] == [q.prompt for q in arithmetic(1, Reader(None))]
     first = questions[0]  # Calculate 5 - 3 - 6.
-    assert (first.score("5 - 3 - 6 = -4"), first.score("4")) == ({"right": 1.0}, {"right": 0.0})
+    assert first.score("5 - 3 - 6 = -4").scores == {"right": 1.0}
+    assert first.score("4").scores == {"right": 0.0}
 
 
 GOOD = """\
@@ -103,10 +105,11 @@ cases:
 def test_a_suite_of_the_users_own(tmp_path: Path) -> None:
     path = tmp_path / "suite.yaml"
     path.write_text(GOOD)
-    name, questions = read_suite(path)
-    assert (name, [(q.id, q.max_tokens) for q in questions]) == ("capitals", [("capitals-1", 8), ("sum", 4)])
-    assert questions[1].score("4") == {"pass": 1.0}
-    assert questions[1].score("it is 4") == {"pass": 0.0}
+    suite = read_suite(path)
+    assert suite.name == "capitals"
+    assert [(q.id, q.max_tokens) for q in suite.questions] == [("capitals-1", 8), ("sum", 4)]
+    assert suite.questions[1].score("4").scores == {"pass": 1.0}
+    assert suite.questions[1].score("it is 4").scores == {"pass": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,7 @@ def test_a_schema_fetches_nothing() -> None:
         ("same_top1: 95", r"gate.yaml:1: same_top1: .*less than or equal to 1"),
         (
             "suites:\n  hellaswag: {metric: acc}",
-            r"gate.yaml:2: suites.hellaswag: .*give drop, lost or at_least",
+            r"gate.yaml:2: suites.hellaswag: .*give drop, lost, at_least or length_drift",
         ),
         ("{}", r"at least one limit"),
     ],

@@ -3,53 +3,23 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
 from pathlib import Path
 
 import pytest
 
-from headrace.lab.evaluate.endpoint import EndpointAnswerer, EndpointError
-from headrace.lab.evaluate.questions import Question
+from headrace.lab.evaluate.endpoint import EndpointAnswerer
+from headrace.lab.evaluate.endpoint_client import EndpointError
+from headrace.lab.evaluate.questions import Outcome, Question
 from tests.e2e.running import run, serving
+from tests.lab.endpoint_server import completion, server
 from tests.lab.small_models import make_model
 
 QUESTIONS = [
-    Question(f"q{number}", f"Count to {number}.", 8, lambda text: {"ok": 1.0}) for number in range(3)
+    Question(f"q{number}", f"Count to {number}.", 8, lambda text: Outcome({"ok": 1.0})) for number in range(3)
 ]
-
-
-@contextmanager
-def server(respond: Callable[[dict[str, object], str | None], tuple[int, bytes]]) -> Iterator[str]:
-    """A server whose answers ``respond`` makes of the request's body and its Authorization."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, answer = respond(body, self.headers.get("Authorization"))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=running.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{running.server_port}/v1"
-    finally:
-        running.shutdown()
-        thread.join()
-        running.server_close()
-
-
-def completion(text: str | None, **more: object) -> bytes:
-    return json.dumps({"choices": [{"message": {"content": text}}], **more}).encode()
 
 
 def asked(url: str) -> EndpointAnswerer:
@@ -85,12 +55,72 @@ def test_a_server_that_is_busy_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize(
+    ("wait", "least_s"),
+    [("0.3", 0.3), ("Mon, 01 Jan 2001 00:00:00 GMT", 0.0), ("soon", 0.0)],
+)
+def test_a_limit_of_requests_is_waited_for(wait: str, least_s: float) -> None:
+    seen: list[float] = []
+
+    def respond(body: dict[str, object], key: str | None) -> tuple[int, bytes, dict[str, str]]:
+        seen.append(time.monotonic())
+        if len(seen) == 1:
+            return 429, b'{"error": {"message": "slow down"}}', {"Retry-After": wait}
+        return 200, completion("yes"), {}
+
+    with server(respond) as url:
+        assert asked(url).answer(QUESTIONS[:1])[0].text == "yes"
+    assert len(seen) == 2
+    assert seen[1] - seen[0] >= least_s
+
+
+def test_a_limit_that_lasts_for_hours_is_not_waited_for() -> None:
+    seen: list[object] = []
+
+    def respond(body: dict[str, object], key: str | None) -> tuple[int, bytes, dict[str, str]]:
+        seen.append(body)
+        return 429, b'{"error": {"message": "quota used up"}}', {"Retry-After": "7200"}
+
+    with (
+        server(respond) as url,
+        pytest.raises(EndpointError, match=r"quota used up \(it asks to wait 7200 s"),
+    ):
+        asked(url).answer(QUESTIONS[:1])
+    assert len(seen) == 1
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
+    """The connection ends in the middle of the body, twice; the third answer is whole."""
+    whole = completion("whole")
+    connections = 0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            nonlocal connections
+            for _ in range(3):
+                connection, _address = listener.accept()
+                with connection:
+                    connections += 1
+                    connection.recv(65536)
+                    body = whole if connections == 3 else whole[:9]
+                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(whole)}\r\nConnection: close\r\n\r\n"
+                    connection.sendall(head.encode() + body)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        found = asked(f"http://127.0.0.1:{listener.getsockname()[1]}").answer(QUESTIONS[:1])
+        thread.join(5)
+    assert (found[0].text, connections) == ("whole", 3)
+
+
+@pytest.mark.parametrize(
     ("status", "body", "message", "requests"),
     [
-        (401, b'{"error": {"message": "wrong key"}}', "HTTP 401: wrong key", 1),
-        (404, b"<html>", "HTTP 404: <html>", 1),
+        (401, b'{"error": {"message": "wrong key"}}', r"HTTP 401: wrong key \(.* into HEADRACE_API_KEY", 1),
+        (404, b"<html>", r"HTTP 404: <html> \(check the address", 1),
+        (307, b"elsewhere", "HTTP 307: elsewhere", 1),
+        (200, b'{"error": {"message": "died on the way"}}', "died on the way", 1),
         (500, b"", "HTTP 500: an empty body", 4),
-        (200, b"<html>hello", "no chat completion: <html>hello", 1),
+        (200, b"<html>hello", "no JSON: <html>hello", 1),
         (200, b'{"choices": []}', "no chat completion", 1),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_damaged_model_is_refused_and_what_fell_is_named(models: Path, evaluat
     assert "gate: perplexity: kl_mean is" in done.stdout
     assert "gate: perplexity: same_top1 is" in done.stdout
     assert "gate: perplexity: ln_ppl_ratio is" in done.stdout
-    assert done.stdout.endswith("gate: refused\n")
+    assert done.stdout.endswith("gate: refused, by perplexity\n")
 
 
 def test_a_gate_needs_its_suites_and_a_reference(models: Path, evaluate: Evaluate) -> None:
@@ -124,7 +124,8 @@ def test_generation_suites_compare_answer_by_answer(models: Path, evaluate: Eval
     suites: dict[str, Any] = json.loads(output.read_text())["suites"]
     own = suites["own"]["result"]
     assert own["against"]["pass"]["difference"]["value"] == 0
-    assert own["output_tokens_drift"]["value"] == 0
+    drift = own["output_tokens_drift"]
+    assert (drift["difference"]["value"], drift["low"], drift["high"], drift["gained"]) == (0, 0, 0, None)
     assert [item["answer"] for item in own["items"]] == [item["answer"] for item in own["reference_items"]]
     assert suites["json"]["result"]["metrics"]["valid"]["n"] == 2
 
@@ -186,12 +187,16 @@ def test_reference_logits_are_written_once_and_used_again(
     ("arguments", "message"),
     [
         (["--suite", "mmlu"], "There is no suite 'mmlu': choose of perplexity,"),
-        (["--suite", "perplexity", "--endpoint", "http://127.0.0.1:9/v1"], "An endpoint gives no log-prob"),
+        (["--suite", "perplexity", "--tokenizer", "x"], "--tokenizer is for models behind an --endpoint"),
         (["--suite", "json", "--endpoint", "127.0.0.1:9"], "is not the URL of an endpoint"),
         (["--suite", "json", "--reference-logits", "x"], "which was not chosen"),
         (["--suite", "perplexity", "--reference-logits", "none"], "--against REF says"),
         (["--suite", "perplexity", "--text", "nothing.txt"], "The text nothing.txt cannot be read"),
         (["--gate", "none.yaml"], "none.yaml cannot be read"),
+        (["--gate", "default"], "default compares with a reference: name one with --against"),
+        (["--suite", "humaneval"], "allow it with --execute-code"),
+        (["--unsafe-without-isolation"], "--execute-code says that code may run"),
+        (["--harness-path", "."], "no task was chosen"),
         (["--output", "no/folder.json"], "The folder of no/folder.json does not exist"),
     ],
 )

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from headrace.model.store import Progress
 
 _SUITES_HELP = (
-    "perplexity, hellaswag, truthfulqa, gsm8k, arithmetic, needle, json, all, or a YAML file of your own; "
-    "repeat it or separate by commas. Default: perplexity, hellaswag, truthfulqa."
+    "perplexity, hellaswag, truthfulqa, gsm8k, arithmetic, needle, json, humaneval, all (but humaneval), or "
+    "a YAML file of your own; repeat it or separate by commas. Default: perplexity, hellaswag, truthfulqa."
 )
 
 
@@ -48,9 +48,34 @@ def evaluate(
     ] = None,
     tokens: Annotated[int, typer.Option(min=4, help="Tokens of text that perplexity reads.")] = 8192,
     limit: Annotated[int | None, typer.Option(min=1, help="Questions per suite.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of generated questions and the bootstrap.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of generated questions, drawn examples and the bootstrap.")
+    ] = 0,
+    shots: Annotated[
+        str, typer.Option(metavar="N,N", help="Examples before each question; each number is scored.")
+    ] = "0",
+    orderings: Annotated[
+        int, typer.Option(min=1, help="Draws of examples for each number of them: how far scores spread.")
+    ] = 3,
+    execute_code: Annotated[
+        bool, typer.Option("--execute-code", help="Let humaneval run what the model writes, in a sandbox.")
+    ] = False,
+    unsafe_without_isolation: Annotated[
+        bool,
+        typer.Option(
+            "--unsafe-without-isolation",
+            help="Where the kernel allows no sandbox: run it with your files and network in its reach.",
+        ),
+    ] = False,
+    harness: Annotated[
+        str | None, typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness, by commas.")
+    ] = None,
+    harness_path: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="lm-eval tasks of your own, as YAML files.")
+    ] = None,
     gate: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML of limits; exit status 1 if any is broken.")
+        str | None,
+        typer.Option(metavar="FILE", help="YAML of limits, or `default`; exit status 1 if any is broken."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -65,6 +90,10 @@ def evaluate(
         str | None,
         typer.Option(metavar="URL", help="MODEL answers behind an OpenAI-compatible URL (…/v1)."),
     ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="REF", help="Who has the tokenizer of the endpoint's model; default: MODEL."),
+    ] = None,
     quantization: options.Quantization = None,
     threads: options.Threads = 0,
     backend: options.Backend = "cpu",
@@ -72,13 +101,17 @@ def evaluate(
 ) -> None:
     """Score a model, alone or against another, and gate the difference."""
     from headrace.cli.progress import download_progress
-    from headrace.lab.evaluate.evaluation import DEFAULT_SUITES, SUITES, Evaluation, Settings
-    from headrace.lab.evaluate.gate import read_gate
+    from headrace.lab.evaluate.evaluation import DEFAULT_SUITES, HARNESS, SUITES, Evaluation, Settings
+    from headrace.lab.evaluate.gate import named_gate
 
     suites = tuple(dict.fromkeys(name for each in suite or [] for name in each.split(",") if name))
     if "all" in suites:
-        suites = tuple(dict.fromkeys([*SUITES, *(name for name in suites if name != "all")]))
-    limits = None if gate is None else read_gate(gate)
+        every = [name for name in SUITES if name != "humaneval" or execute_code]
+        suites = tuple(dict.fromkeys([*every, *(name for name in suites if name != "all")]))
+    suites += tuple(f"{HARNESS}{name.strip()}" for name in (harness or "").split(",") if name.strip())
+    if unsafe_without_isolation and not execute_code:
+        raise ConfigError("--unsafe-without-isolation says how; --execute-code says that code may run.")
+    limits = None if gate is None else named_gate(gate)
     if limits is not None and limits.needs_reference() and against is None and reference_logits is None:
         raise ConfigError(f"{gate} compares with a reference: name one with --against.")
     if output is not None and not output.absolute().parent.is_dir():
@@ -98,7 +131,12 @@ def evaluate(
         device=device,
         threads=threads,
         endpoint=endpoint,
+        tokenizer=tokenizer,
         reference_logits=reference_logits,
+        shots=_numbers(shots),
+        orderings=orderings,
+        execute_code=("unsafe" if unsafe_without_isolation else "isolated") if execute_code else None,
+        harness_path=harness_path,
     )
     with download_progress() as downloads:
         evaluation = Evaluation(settings, output=output, downloads=downloads, overwrite=overwrite)
@@ -111,6 +149,13 @@ def evaluate(
             _show(evaluation)
     if limits is not None:
         _judge(limits, evaluation)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    found = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 4 for part in found):
+        raise ConfigError(f"--shots: {text!r} is no list of numbers; write it like 0,1,4")
+    return tuple(dict.fromkeys(int(part) for part in found))
 
 
 def _show(evaluation: Evaluation) -> None:
@@ -130,10 +175,12 @@ def _show(evaluation: Evaluation) -> None:
 
 
 def _judge(limits: Gate, evaluation: Evaluation) -> None:
+    from headrace.lab.evaluate.gate import fallen
+
     failures = limits.failures(evaluation.report)
     for failure in failures:
         print(f"gate: {failure}")
-    print(f"gate: {'refused' if failures else 'passed'}")
+    print(f"gate: refused, by {', '.join(fallen(failures))}" if failures else "gate: passed")
     if failures:
         raise typer.Exit(1)
 

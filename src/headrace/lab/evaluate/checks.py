@@ -1,4 +1,4 @@
-"""Checks of an answer: exact, contains, regex, number, JSON by schema."""
+"""Checks of an answer: exact, contains, regex, number, JSON by schema, and what a judge is asked."""
 
 from __future__ import annotations
 
@@ -18,13 +18,28 @@ _MARKED = re.compile(r"####\s*\$?\s*([-+]?\d[\d,]*(?:\.\d+)?)")
 _FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
 
 
+class Rubric(BaseModel):
+    """What a judge is asked: whether the answer keeps to ``rubric`` or, with ``at_least``, to give it a score
+    from 1 to 10 by it, of which that is enough."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rubric: str = Field(min_length=1)
+    at_least: int | None = Field(default=None, ge=1, le=10)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"rubric": value} if isinstance(value, str) else value
+
+
 class Check(BaseModel):
     """What an answer must be: all that is given must hold.
 
     ``exact``: the whole answer, apart from white space around it. ``contains``: a part of it. ``regex``:
     found somewhere in it. ``number``: its last number, within ``tolerance``. ``json-schema``: the whole
-    answer is JSON (a Markdown fence around it is allowed) and keeps to the schema. ``ignore_case`` is for
-    exact, contains and regex.
+    answer is JSON (a Markdown fence around it is allowed) and keeps to the schema. ``judge``: another model
+    finds it good (:mod:`.judge`). ``ignore_case`` is for exact, contains and regex.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,6 +50,7 @@ class Check(BaseModel):
     number: float | None = Field(default=None, allow_inf_nan=False)
     tolerance: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     json_schema: dict[str, Any] | bool | None = Field(default=None, alias="json-schema")
+    judge: Rubric | None = None
     ignore_case: bool = False
 
     @field_validator("regex")
@@ -59,12 +75,13 @@ class Check(BaseModel):
 
     @model_validator(mode="after")
     def _something(self) -> Check:
-        if all(v is None for v in (self.exact, self.contains, self.regex, self.number, self.json_schema)):
-            raise ValueError("a check needs one of exact, contains, regex, number, json-schema")
+        given = (self.exact, self.contains, self.regex, self.number, self.json_schema, self.judge)
+        if all(value is None for value in given):
+            raise ValueError("a check needs one of exact, contains, regex, number, json-schema, judge")
         return self
 
     def passes(self, answer: str) -> bool:
-        """Whether the answer is right."""
+        """Whether the answer is right, as far as that can be told without the judge."""
         text, fold = answer.strip(), self.ignore_case
         if self.exact is not None and _folded(text, fold) != _folded(self.exact.strip(), fold):
             return False

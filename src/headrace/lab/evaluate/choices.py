@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from headrace.errors import ConfigError
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.lab.evaluate.results import Item
-from headrace.lab.evaluate.scoring import Scorer
 from headrace.model.store import Progress
 from headrace.model.store.package import package_files
 
@@ -95,9 +96,21 @@ def _choice(identity: str, context: str, continuations: Sequence[str], right: in
 CHOICE_SUITES: dict[str, Callable[..., list[Choice]]] = {"hellaswag": hellaswag, "truthfulqa": truthfulqa}
 
 
+class ContinuationScorer(Protocol):
+    """Who scores continuations: a Scorer, or a model behind an endpoint."""
+
+    max_tokens: int
+
+    def continuations(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float64]]:
+        """Log-probabilities of each continuation's tokens after ``context``."""
+        ...
+
+
 def score_choices(
     cases: Sequence[Choice],
-    scorer: Scorer,
+    scorer: ContinuationScorer,
     tokenizer: Tokenizer,
     *,
     advance: Callable[[int], None] = lambda cases: None,
@@ -118,18 +131,9 @@ def score_choices(
     return items
 
 
-def _totals(case: Choice, scorer: Scorer, tokenizer: Tokenizer) -> list[float]:
-    """The sum of each continuation's log-probabilities.
-
-    A continuation is what its tokens are when the whole text is encoded, from where the context alone ends.
-    """
-    length = len(tokenizer.encode(case.context))
-    split: list[tuple[list[int], list[int]]] = []
-    for text in case.continuations:
-        whole = tokenizer.encode(case.context + text)
-        at = max(1, min(length, len(whole) - 1))
-        room = scorer.max_tokens - (len(whole) - at)
-        split.append((whole[max(0, at - max(room, 1)) : at], whole[at:]))
+def _totals(case: Choice, scorer: ContinuationScorer, tokenizer: Tokenizer) -> list[float]:
+    """The sum of each continuation's log-probabilities."""
+    split = [encode_pair(case.context, text, tokenizer, scorer.max_tokens) for text in case.continuations]
     totals = [0.0] * len(split)
     for context in {tuple(context) for context, _ in split}:
         same = [index for index, (its, _) in enumerate(split) if tuple(its) == context]
@@ -138,6 +142,19 @@ def _totals(case: Choice, scorer: Scorer, tokenizer: Tokenizer) -> list[float]:
         ):
             totals[index] = float(scores.sum())
     return totals
+
+
+def encode_pair(
+    context: str, continuation: str, tokenizer: Tokenizer, max_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Tokens of both, ``max_tokens`` at most together: what is too long loses its beginning.
+
+    A continuation is what its tokens are when the whole text is encoded, from where the context alone ends.
+    """
+    whole = tokenizer.encode(context + continuation)
+    at = max(1, min(len(tokenizer.encode(context)), len(whole) - 1))
+    room = max_tokens - (len(whole) - at)
+    return whole[max(0, at - max(room, 1)) : at], whole[at:]
 
 
 def _best(scores: Sequence[float]) -> int:

@@ -55,6 +55,15 @@ class Divergence(BaseModel):
     ln_ppl_ratio: Estimate
 
 
+class LossRatio(BaseModel):
+    """What remains of a :class:`Divergence` where only the text's own tokens have log-probabilities."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reference_perplexity: Estimate
+    ln_ppl_ratio: Estimate
+
+
 class TextResult(BaseModel):
     """A text's perplexity; ``convention``, ``context_length`` and the tokenizer's hash are part of its name.
 
@@ -71,6 +80,7 @@ class TextResult(BaseModel):
     perplexity: Estimate
     reference: str | None = None  # how the reference was named and run, and its fingerprint
     divergence: Divergence | None = None
+    loss_ratio: LossRatio | None = None  # behind an endpoint, in place of the divergence
 
 
 def windows_of(

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
-from headrace.errors import ConfigError, HeadraceError
 from headrace.lab.evaluate.answers import Answer, messages
+from headrace.lab.evaluate.endpoint_client import EndpointClient, EndpointError
 from headrace.lab.evaluate.questions import Question
-
-if TYPE_CHECKING:
-    import aiohttp
-
-KEY_VARIABLES = ("HEADRACE_API_KEY", "OPENAI_API_KEY")
-_CONCURRENT = 8
-_TRIES = 4
-_TIMEOUT_S = 300.0
-_ANSWER_LIMIT = 16 * 2**20
-
-
-class EndpointError(HeadraceError):
-    """An endpoint could not be reached, refused, or answered something that is no chat completion."""
-
-    status = 502
-    code = "endpoint_failed"
 
 
 class EndpointAnswerer:
@@ -37,17 +17,9 @@ class EndpointAnswerer:
     """
 
     def __init__(self, url: str, model: str, *, retry_delay_s: float = 1.0) -> None:
-        try:
-            import aiohttp  # noqa: F401
-        except ImportError:
-            raise ConfigError("Endpoints need aiohttp: pip install 'headrace[lab]'.") from None
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is not the URL of an endpoint, such as http://127.0.0.1:8000/v1.")
         self.context_length: int | None = None
-        self._url = f"{url.rstrip('/')}/chat/completions"
+        self._client = EndpointClient(url, retry_delay_s=retry_delay_s)
         self._model = model
-        self._retry_delay_s = retry_delay_s
 
     def count_tokens(self, text: str) -> int:
         """An estimate: the endpoint's tokenizer is not known."""
@@ -55,84 +27,35 @@ class EndpointAnswerer:
 
     def answer(self, questions: Sequence[Question]) -> list[Answer]:
         """Answers in the order of the questions, a few asked at a time. Raises EndpointError."""
-        return asyncio.run(self._answer_all(questions))
+        return self._client.map(self._answer, questions)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close connections."""
+        self._client.close()
 
-    async def _answer_all(self, questions: Sequence[Question]) -> list[Answer]:
-        import aiohttp
-
-        key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        free = asyncio.Semaphore(_CONCURRENT)
-        async with aiohttp.ClientSession(
-            headers=headers, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        ) as session:
-
-            async def one(question: Question) -> Answer:
-                async with free:
-                    return await self._patiently(session, question)
-
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one(question)) for question in questions]
-            except* HeadraceError as failures:
-                raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
-
-    async def _patiently(self, session: aiohttp.ClientSession, question: Question) -> Answer:
-        """Tried again after what passes: no connection, 429 and 5xx."""
-        import aiohttp
-
-        body = {
+    async def _answer(self, question: Question) -> Answer:
+        body: dict[str, Any] = {
             "model": self._model,
             "messages": messages(question),
             "max_tokens": question.max_tokens,
             "temperature": 0,
         }
-        problem = ""
-        for attempt in range(_TRIES):
-            if attempt:
-                await asyncio.sleep(self._retry_delay_s * 2 ** (attempt - 1))
-            try:
-                async with session.post(self._url, json=body) as response:
-                    raw = await response.content.read(_ANSWER_LIMIT)
-                    while raw and not response.content.at_eof() and len(raw) < _ANSWER_LIMIT:
-                        raw += await response.content.read(_ANSWER_LIMIT - len(raw))
-                    status = response.status
-            except (aiohttp.ClientError, TimeoutError) as error:
-                problem = str(error) or type(error).__name__
-                continue
-            if status == 200:
-                return self._answer(raw)
-            problem = f"HTTP {status}: {_said(raw)}"
-            if status < 500 and status not in (408, 429):
-                break
-        raise EndpointError(f"{self._url} did not answer question {question.id}: {problem}")
-
-    def _answer(self, raw: bytes) -> Answer:
-        try:
-            body: Any = json.loads(raw)
-            text = body["choices"][0]["message"]["content"]
-            usage = body.get("usage") or {}
-            tokens = usage.get("completion_tokens")
-        except (ValueError, LookupError, TypeError, AttributeError):
-            text = raw
-            tokens = None
-        if text is None:
-            text = ""  # an answer of tool calls only
-        if not isinstance(text, str):
-            raise EndpointError(f"{self._url} answered something that is no chat completion: {_said(raw)}")
-        return Answer(text, tokens if isinstance(tokens, int) else None)
+        if question.stop:
+            body["stop"] = list(question.stop)
+        what = f"question {question.id}"
+        return answer_of(await self._client.post("chat/completions", body, what), what)
 
 
-def _said(raw: bytes) -> str:
-    """The error's message, or the beginning of what came."""
+def answer_of(body: Any, what: str) -> Answer:
+    """The text of a chat completion. Raises EndpointError for anything else."""
     try:
-        message = json.loads(raw)["error"]["message"]
-        if isinstance(message, str):
-            return message[:300]
-    except (ValueError, LookupError, TypeError):
-        pass
-    return raw[:200].decode("utf-8", "replace") or "an empty body"
+        text = body["choices"][0]["message"]["content"]
+        usage = body.get("usage") or {}
+        tokens = usage.get("completion_tokens")
+    except (LookupError, TypeError, AttributeError):
+        text, tokens = 0, None
+    if text is None:
+        text = ""  # an answer of tool calls only
+    if not isinstance(text, str):
+        raise EndpointError(f"The answer to {what} is no chat completion: {str(body)[:200]}", 200)
+    return Answer(text, tokens if isinstance(tokens, int) else None)

@@ -6,47 +6,41 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
 from headrace import __version__
 from headrace.errors import ConfigError
-from headrace.lab.evaluate.answers import ask
-from headrace.lab.evaluate.choices import CHOICE_SUITES, PACKAGE, VERSION, score_choices
-from headrace.lab.evaluate.divergence import (
-    DEFAULT_CONTEXT,
-    Convention,
-    LogProbs,
-    TextResult,
-    Window,
-    measure,
-    windows_of,
-)
+from headrace.lab.evaluate.choices import CHOICE_SUITES
+from headrace.lab.evaluate.divergence import DEFAULT_CONTEXT, Convention, TextResult
+from headrace.lab.evaluate.items_suite import HUMANEVAL, SHOT_SUITES, ItemsRunner, data_of
 from headrace.lab.evaluate.models import FLOAT32, Models
-from headrace.lab.evaluate.questions import GENERATION_SUITES, Question, read_suite
-from headrace.lab.evaluate.reference_file import ReferenceFile, about, write
+from headrace.lab.evaluate.own_suite import OwnSuite, read_suite
+from headrace.lab.evaluate.questions import GENERATION_SUITES
 from headrace.lab.evaluate.results import (
     Context,
     ItemsResult,
     Report,
     SuiteRecord,
     differences,
-    items_result,
     read_report,
 )
-from headrace.lab.evaluate.texts import SHAKESPEARE, Text, leading_bos, load_text, tokenise
+from headrace.lab.evaluate.sandbox import Isolation
+from headrace.lab.evaluate.shots import HELD_BACK
+from headrace.lab.evaluate.text_suite import PERPLEXITY, score_text
+from headrace.lab.evaluate.texts import SHAKESPEARE, load_text
 from headrace.model.store import Progress
 
-PERPLEXITY = "perplexity"
-SUITES = (PERPLEXITY, *CHOICE_SUITES, *GENERATION_SUITES)
+SUITES = (PERPLEXITY, *CHOICE_SUITES, *GENERATION_SUITES, HUMANEVAL)
 DEFAULT_SUITES = (PERPLEXITY, "hellaswag", "truthfulqa")
-_FLOOR = 0.1
-T = TypeVar("T")
+HARNESS = "harness:"
+"""Before a task's name: a suite of lm-eval's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,12 @@ class Settings:
     device: str = "cpu"
     threads: int = 0
     endpoint: str | None = None
+    tokenizer: str | None = None  # of the models behind the endpoint
     reference_logits: Path | None = None
+    shots: tuple[int, ...] = (0,)  # examples before a question; each number is a suite of its own
+    orderings: int = 3  # draws of examples, for each number of them but 0
+    execute_code: Isolation | None = None
+    harness_path: Path | None = None  # a folder of lm-eval tasks of the user's own
 
 
 @dataclass(slots=True)
@@ -86,18 +85,20 @@ class Evaluation:
     report: Report = field(init=False)
     reused: list[str] = field(init=False, default_factory=list)
     _models: Models = field(init=False)
-    _own: dict[str, tuple[str, list[Question]]] = field(init=False)  # the user's suites, by their paths
+    _own: dict[str, OwnSuite] = field(init=False)  # the user's suites, by their paths
 
     def __post_init__(self) -> None:
         """Raises ConfigError for settings that contradict each other, and what finding the models raises."""
         settings = self.settings
         _check(settings)
-        self._own = {name: read_suite(Path(name)) for name in settings.suites if name not in SUITES}
+        self._own = {name: read_suite(Path(name)) for name in settings.suites if _is_file(name)}
         names = list(SUITES)
-        for path, (own, _) in self._own.items():
-            if own in names:
-                raise ConfigError(f"{path}: another suite is called {own!r} already; choose another name.")
-            names.append(own)
+        for path, own in self._own.items():
+            if own.name in names or own.name.startswith(HARNESS):
+                raise ConfigError(
+                    f"{path}: another suite is called {own.name!r} already; choose another name."
+                )
+            names.append(own.name)
         self._models = Models(
             settings.model,
             settings.against,
@@ -106,6 +107,7 @@ class Evaluation:
             device=settings.device,
             threads=settings.threads,
             endpoint=settings.endpoint,
+            tokenizer=settings.tokenizer,
             downloads=self.downloads,
         )
         context = Context(
@@ -125,14 +127,16 @@ class Evaluation:
 
     def suites(self) -> set[str]:
         """The names of all suites that the report will hold, those of an earlier run included."""
-        chosen = {name for name in self.settings.suites if name in SUITES}
-        return chosen | {own for own, _ in self._own.values()} | set(self.report.suites)
+        return {job.key for name in self.settings.suites for job in self._jobs(name)} | set(
+            self.report.suites
+        )
 
     def run(self) -> Report:
         """All suites, those that need no generation first. Raises what loading and running models raises."""
         try:
             for name in sorted(self.settings.suites, key=_order):
-                self._run_suite(name)
+                for job in self._jobs(name):
+                    self._run_job(job)
         finally:
             self._models.close()
         return self.report
@@ -148,178 +152,169 @@ class Evaluation:
             return found
         return Report(started=datetime.now(UTC).isoformat(timespec="seconds"), context=context)
 
-    def _run_suite(self, name: str) -> None:
-        key, settings, run = self._prepare(name)
-        finished = self.report.suites.get(key)
-        if finished is not None and finished.settings == settings:
-            self.reused.append(key)
+    def _run_job(self, job: _Job) -> None:
+        settings = job.settings()
+        finished = self.report.suites.get(job.key)
+        if finished is not None and finished.settings == settings and not _unfinished(finished.result):
+            self.reused.append(job.key)
             return
         began = time.monotonic()
-        self.report.suites.pop(key, None)
-        result = run()
-        self.report.suites[key] = SuiteRecord(
+        self.report.suites.pop(job.key, None)
+        result = job.run()
+        self.report.suites[job.key] = SuiteRecord(
             settings=settings, seconds=round(time.monotonic() - began, 2), result=result
         )
         if self.output is not None:
             self.report.write(self.output)
 
-    def _prepare(self, name: str) -> tuple[str, dict[str, Any], Callable[[], TextResult | ItemsResult]]:
-        """The suite's name in the report, the settings that its result depends on, and how to run it."""
+    def _jobs(self, name: str) -> Iterator[_Job]:
+        """What a chosen suite comes to: one job, or one for each number of examples."""
+        runner = self._runner()
         if name == PERPLEXITY:
-            text = load_text(self.settings.texts, progress=self.downloads)
-            convention = self.settings.convention
-            usual = min(DEFAULT_CONTEXT[convention], self._models.model.max_positions())
-            context_length = self.settings.context_length or usual
-            settings = {
-                "text": text.name,
-                "convention": convention,
-                "context_length": context_length,
-                "tokens": self.settings.tokens,
-                "reference_logits": _identity(self.settings.reference_logits),
-            }
-            return name, settings, lambda: self._perplexity(text, context_length)
-        if name in CHOICE_SUITES:
-            return name, {"data": f"{PACKAGE} {VERSION}"}, lambda: self._choices(name)
-        if name in GENERATION_SUITES:
-            return (
-                name,
-                {"data": f"{PACKAGE} {VERSION}" if name == "gsm8k" else "generated"},
-                lambda: self._questions(name),
-            )
-        own, questions = self._own[name]
-        digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
-        return own, {"file": Path(name).name, "sha256": digest}, lambda: self._ask(own, questions)
+            yield _Job(name, self._text_settings, self._text)
+        elif name == HUMANEVAL:
+            isolation = self.settings.execute_code
+            assert isolation is not None  # see _check
+            yield _Job(name, lambda: {"data": data_of(name)}, lambda: runner.code(isolation))
+        elif name in SHOT_SUITES:
+            run = runner.choices if name in CHOICE_SUITES else runner.questions
+            for shots in self.settings.shots:
+                key = f"{name}-{shots}shot" if shots else name
+                yield _Job(key, partial(self._shot_settings, name, shots), partial(run, key, name, shots))
+        elif name in GENERATION_SUITES:
+            yield _Job(name, lambda: {"data": data_of(name)}, lambda: runner.questions(name, name, 0))
+        elif name.startswith(HARNESS):
+            yield _Job(name, self._harness_settings, lambda: self._harness(name.removeprefix(HARNESS)))
+        else:
+            own = self._own[name]
+            digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
+            yield _Job(own.name, lambda: {"file": Path(name).name, "sha256": digest}, lambda: runner.own(own))
 
-    def _perplexity(self, text: Text, context_length: int) -> TextResult:
-        settings, models = self.settings, self._models
-        tokenizer = models.model.tokenizer()
-        if models.reference is not None:
-            models.require_same_tokenizer()
-        token_ids = tokenise(text, tokenizer, settings.tokens)
-        windows = windows_of(token_ids, settings.convention, context_length, leading_bos(tokenizer))
-        scored = sum(window.scored for window in windows)
-        model = models.scorer(models.model, context_length)
-        reference: LogProbs | None = None
-        named = None if models.reference is None else models.reference.identity()
-        if settings.reference_logits is not None:
-            reference = file = self._reference_file(settings.reference_logits, windows, context_length)
-            named = file.about.reference
-        elif models.reference is not None:
-            reference = models.scorer(models.reference, context_length)
-        done = 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            self.progress(PERPLEXITY, done, scored)
-
-        perplexity, divergence = measure(windows, model, reference, advance=advance)
-        return TextResult(
-            convention=settings.convention,
-            context_length=context_length,
-            tokenizer=tokenizer.fingerprint,
-            windows=len(windows),
-            perplexity=perplexity,
-            reference=named,
-            divergence=divergence,
+    def _runner(self) -> ItemsRunner:
+        settings = self.settings
+        return ItemsRunner(
+            self._models,
+            limit=settings.limit,
+            seed=settings.seed,
+            hold_back=any(settings.shots),
+            orderings=settings.orderings,
+            progress=self.progress,
+            downloads=self.downloads,
         )
 
-    def _reference_file(self, path: Path, windows: list[Window], context_length: int) -> ReferenceFile:
-        """The file of the reference's logits, which is written first if it does not exist."""
-        models = self._models
-        wanted = about(
-            windows,
-            tokenizer=models.model.tokenizer().fingerprint,
-            vocab_size=models.model.vocab_size(),
-            reference="" if models.reference is None else models.reference.identity(),
-        )
-        if not path.exists():
-            assert models.reference is not None  # see _check
-            done = 0
-            scorer = models.scorer(models.reference, context_length)
-            for rows in write(path, wanted, windows, scorer):
-                done += rows
-                self.progress("reference logits", done, wanted.rows)
-        found = ReferenceFile(path)
-        found.require(wanted, path, any_reference=models.reference is None)
+    def _shot_settings(self, name: str, shots: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"data": data_of(name)}
+        if any(self.settings.shots) and name in GENERATION_SUITES:
+            found["held_back"] = HELD_BACK
+        if shots:
+            found |= {"shots": shots, "orderings": self.settings.orderings}
         return found
 
-    def _choices(self, name: str) -> ItemsResult:
-        cases = self._limited(CHOICE_SUITES[name](progress=self.downloads))
-        models = self._models
-        rounds = [models.model] + ([] if models.reference is None else [models.reference])
-        found = []
-        for index, one in enumerate(rounds):
-            advance = self._advance(name, index * len(cases), len(rounds) * len(cases))
-            scorer = models.scorer(one, CHOICE_CONTEXT)
-            found.append(score_choices(cases, scorer, one.tokenizer(), advance=advance))
-        return items_result("choice", found[0], found[1] if len(found) > 1 else None, seed=self.settings.seed)
+    def _text_settings(self) -> dict[str, Any]:
+        logits = self.settings.reference_logits
+        return {
+            "text": load_text(self.settings.texts, progress=self.downloads).name,
+            "convention": self.settings.convention,
+            "context_length": self._context_length(),
+            "tokens": self.settings.tokens,
+            "reference_logits": None if logits is None else str(logits.absolute()),
+        }
 
-    def _questions(self, name: str) -> ItemsResult:
-        reader = self._models.answerer(self._models.model)
-        questions = GENERATION_SUITES[name](self.settings.seed, reader, progress=self.downloads)
-        return self._ask(name, questions)
+    def _context_length(self) -> int:
+        usual = DEFAULT_CONTEXT[self.settings.convention]
+        longest = self._models.model.max_positions()
+        return self.settings.context_length or (usual if longest is None else min(usual, longest))
 
-    def _ask(self, name: str, questions: list[Question]) -> ItemsResult:
-        questions = self._limited(questions)
-        models = self._models
-        rounds = [models.model] + ([] if models.reference is None else [models.reference])
-        found = []
-        for index, one in enumerate(rounds):
-            advance = self._advance(name, index * len(questions), len(rounds) * len(questions))
-            found.append(ask(questions, models.answerer(one), advance=advance))
-        result = items_result(
-            "generation", found[0], found[1] if len(found) > 1 else None, seed=self.settings.seed
+    def _text(self) -> TextResult:
+        settings = self.settings
+        return score_text(
+            load_text(settings.texts, progress=self.downloads),
+            self._models,
+            convention=settings.convention,
+            context_length=self._context_length(),
+            tokens=settings.tokens,
+            reference_logits=settings.reference_logits,
+            progress=self.progress,
         )
-        low = [metric for metric, score in result.metrics.items() if score.value < _FLOOR]
-        if low and name == "gsm8k":
-            result.notes.append(
-                f"{' and '.join(low)} near the floor: a model this small cannot show a loss here. "
-                "Judge it by KL and by flips."
-            )
-        return result
 
-    def _limited(self, items: list[T]) -> list[T]:
-        return items if self.settings.limit is None else items[: self.settings.limit]
+    def _harness_settings(self) -> dict[str, Any]:
+        import importlib.metadata
 
-    def _advance(self, name: str, before: int, total: int) -> Callable[[int], None]:
-        done = before
-        self.progress(name, done, total)
+        path = self.settings.harness_path
+        return {
+            "lm_eval": importlib.metadata.version("lm_eval"),
+            "tasks": None if path is None else str(path.absolute()),
+        }
 
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            self.progress(name, done, total)
+    def _harness(self, task: str) -> ItemsResult:
+        from headrace.lab.evaluate.harness import run_task
 
-        return advance
+        settings = self.settings
+        return run_task(
+            task, self._models, include=settings.harness_path, limit=settings.limit, seed=settings.seed
+        )
 
 
-CHOICE_CONTEXT = 1024
-"""Tokens of question and answer together; longer questions lose their beginning."""
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One record of the report: its key, the settings that its result depends on, and how to run it."""
+
+    key: str
+    settings: Callable[[], dict[str, Any]]
+    run: Callable[[], TextResult | ItemsResult]
 
 
 def _check(settings: Settings) -> None:
     for name in settings.suites:
-        if name not in SUITES and not name.lower().endswith((".yaml", ".yml")):
+        if name not in SUITES and not _is_file(name) and not name.startswith(HARNESS):
             raise ConfigError(
                 f"There is no suite {name!r}: choose of {', '.join(SUITES)}, or name a YAML file of your own."
             )
     if not settings.suites:
         raise ConfigError("No suite was chosen.")
-    if settings.endpoint is not None:
-        scored = [name for name in settings.suites if name == PERPLEXITY or name in CHOICE_SUITES]
-        if scored:
-            raise ConfigError(
-                f"An endpoint gives no log-probabilities of given text, which {', '.join(scored)} need: "
-                f"choose --suite of {', '.join(GENERATION_SUITES)}, or a YAML file of your own."
-            )
-        if settings.against == FLOAT32:
-            raise ConfigError("With --endpoint, --against names another model of that endpoint.")
+    if HUMANEVAL in settings.suites and settings.execute_code is None:
+        raise ConfigError(
+            "The suite humaneval runs code that the model writes: allow it with --execute-code, or leave the "
+            "suite out."
+        )
+    if any(settings.shots) and not set(settings.suites) & set(SHOT_SUITES):
+        raise ConfigError(f"--shots is for the suites {', '.join(SHOT_SUITES)}, none of which was chosen.")
+    if settings.endpoint is not None and settings.against == FLOAT32:
+        raise ConfigError("With --endpoint, --against names another model of that endpoint.")
+    if settings.endpoint is None and settings.tokenizer is not None:
+        raise ConfigError("--tokenizer is for models behind an --endpoint; others bring their own.")
+    _check_harness(settings)
     if settings.reference_logits is not None and PERPLEXITY not in settings.suites:
         raise ConfigError("--reference-logits is used by the suite perplexity, which was not chosen.")
     logits = settings.reference_logits
+    if logits is not None and settings.endpoint is not None:
+        raise ConfigError("An endpoint gives no whole distributions, which --reference-logits compares.")
     if logits is not None and settings.against is None and not logits.exists():
         raise ConfigError(f"{logits} does not exist; --against REF says which model's logits to put there.")
+
+
+def _check_harness(settings: Settings) -> None:
+    if not any(name.startswith(HARNESS) for name in settings.suites):
+        if settings.harness_path is not None:
+            raise ConfigError("--harness-path is for --harness TASKS, and no task was chosen.")
+        return
+    if settings.endpoint is not None:
+        raise ConfigError("--harness runs models in this process; lm-eval itself can ask endpoints.")
+    if settings.harness_path is not None and not settings.harness_path.is_dir():
+        raise ConfigError(f"{settings.harness_path} is not a folder of tasks.")
+    import importlib.util
+
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("--harness needs lm-eval: pip install 'headrace[harness]'.")
+
+
+def _is_file(name: str) -> bool:
+    return name not in SUITES and name.lower().endswith((".yaml", ".yml"))
+
+
+def _unfinished(result: TextResult | ItemsResult) -> bool:
+    """Cases that no judge judged are asked again."""
+    return isinstance(result, ItemsResult) and bool(result.not_judged)
 
 
 def _isa(settings: Settings) -> str | None:
@@ -333,7 +328,3 @@ def _isa(settings: Settings) -> str | None:
 def _order(name: str) -> int:
     """Scoring first: its models and those that generate are not in memory at the same time."""
     return 0 if name == PERPLEXITY else 1 if name in CHOICE_SUITES else 2
-
-
-def _identity(path: Path | None) -> str | None:
-    return None if path is None else str(path.absolute())

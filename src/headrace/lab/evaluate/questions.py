@@ -1,33 +1,49 @@
-"""Questions that are answered by generating: GSM8K, arithmetic, needles in long contexts, JSON, and suites
-of the user's own."""
+"""Questions that are answered by generating: GSM8K, arithmetic, needles in long contexts, JSON."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from headrace.errors import ConfigError
-from headrace.lab.evaluate.checks import Check, last_number, marked_number
+from headrace.lab.evaluate.checks import Check, Rubric, last_number, marked_number
 from headrace.lab.evaluate.choices import load_cases
-from headrace.lab.evaluate.yaml_file import read_yaml
 from headrace.model.store import Progress
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an answer did: metric to 0 or 1, and what there is to say about it."""
+
+    scores: dict[str, float]
+    remark: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, how long its answer may be, and how the answer is scored: metric to 0 or 1."""
+    """A prompt, how long its answer may be, and how the answer is scored.
+
+    ``examples``: (prompt, answer) of other questions that stand before it. ``solution``: a right answer, word
+    for word, for when this question is the example. ``rubrics`` are for a judge, once ``score`` finds nothing
+    wrong. ``continued``: what a base model continues, instead of the prompt; ``stop`` ends what it says then.
+    """
 
     id: str
     prompt: str
     max_tokens: int
-    score: Callable[[str], dict[str, float]]
+    score: Callable[[str], Outcome]
     system: str | None = None
+    examples: tuple[tuple[str, str], ...] = ()
+    solution: str | None = None
+    rubrics: tuple[Rubric, ...] = ()
+    continued: str | None = None
+    stop: tuple[str, ...] = ()
 
 
 class Reader(Protocol):
@@ -40,14 +56,18 @@ class Reader(Protocol):
         ...
 
 
+_CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's marks for a calculator within its solutions
+
+
 class _GSM8K(BaseModel):
     id: str
     prompt: str
     expected: str = Field(pattern=r"^-?[\d,]+(\.\d+)?$")
+    upstream_answer: str = ""
 
 
 def gsm8k(seed: int, reader: Reader, *, progress: Progress | None = None) -> list[Question]:
-    """100 test cases of GSM8K, no examples before them.
+    """100 test cases of GSM8K, without examples.
 
     ``strict``: the number after ``####``, as the prompt asks; ``flexible``: the last number of the answer.
     """
@@ -55,17 +75,20 @@ def gsm8k(seed: int, reader: Reader, *, progress: Progress | None = None) -> lis
     def question(case: _GSM8K) -> Question:
         right = Fraction(case.expected.replace(",", ""))
 
-        def score(answer: str) -> dict[str, float]:
-            return {
-                "strict": float(marked_number(answer) == right),
-                "flexible": float(last_number(answer) == right),
-            }
+        def score(answer: str) -> Outcome:
+            return Outcome(
+                {
+                    "strict": float(marked_number(answer) == right),
+                    "flexible": float(last_number(answer) == right),
+                }
+            )
 
         prompt = (
             "Solve this problem step by step. Write the result, a number and nothing else, on a last line "
             f"that begins with ####.\n\n{case.prompt}"
         )
-        return Question(case.id, prompt, 320, score)
+        worked = _CALCULATION.sub("", case.upstream_answer) or f"#### {case.expected}"
+        return Question(case.id, prompt, 320, score, solution=worked)
 
     return [question(case) for case in load_cases("gsm8k", _GSM8K, progress=progress)]
 
@@ -97,10 +120,11 @@ def arithmetic(seed: int, reader: Reader, *, progress: Progress | None = None) -
 def _numeric(identity: str, question: str, answer: str) -> Question:
     right = Fraction(answer)
 
-    def score(text: str) -> dict[str, float]:
-        return {"right": float(last_number(text) == right)}
+    def score(text: str) -> Outcome:
+        return Outcome({"right": float(last_number(text) == right)})
 
-    return Question(identity, f"{question}\n\nEnd your answer with the result as a number.", 96, score)
+    prompt = f"{question}\n\nEnd your answer with the result as a number."
+    return Question(identity, prompt, 96, score, solution=answer)
 
 
 _LENGTHS = (512, 1024, 2048, 4096)
@@ -138,7 +162,7 @@ def needle(seed: int, reader: Reader, *, progress: Progress | None = None) -> li
 
 
 def _contains(identity: str, prompt: str, wanted: str) -> Question:
-    return Question(identity, prompt, 32, lambda text: {"found": float(wanted in text)})
+    return Question(identity, prompt, 32, lambda text: Outcome({"found": float(wanted in text)}))
 
 
 _FIELDS = {
@@ -182,8 +206,8 @@ def _json_question(identity: str, prompt: str, fields: Sequence[str]) -> Questio
     }
     exact = Check.model_validate({"json-schema": schema})
 
-    def score(answer: str) -> dict[str, float]:
-        return {"valid": float(valid.passes(answer)), "schema": float(exact.passes(answer))}
+    def score(answer: str) -> Outcome:
+        return Outcome({"valid": float(valid.passes(answer)), "schema": float(exact.passes(answer))})
 
     return Question(identity, prompt, 160, score)
 
@@ -194,45 +218,3 @@ GENERATION_SUITES: dict[str, Callable[..., list[Question]]] = {
     "needle": needle,
     "json": json_objects,
 }
-
-
-class Case(BaseModel):
-    """One question of a user's suite: the answer must pass every check."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    id: str | None = None
-    prompt: str = Field(min_length=1)
-    system: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    checks: list[Check] = Field(min_length=1)
-
-
-class SuiteFile(BaseModel):
-    """A user's suite. ``system`` and ``max_tokens`` hold for cases that do not say otherwise."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(min_length=1)
-    system: str | None = None
-    max_tokens: int = Field(default=128, ge=1)
-    cases: list[Case] = Field(min_length=1)
-
-
-def read_suite(path: Path) -> tuple[str, list[Question]]:
-    """Name and questions of a user's YAML suite; the metric is ``pass``. Raises ConfigError with the line."""
-    suite = read_yaml(path, SuiteFile)
-    return suite.name, [
-        Question(
-            case.id or f"{suite.name}-{number}",
-            case.prompt,
-            case.max_tokens or suite.max_tokens,
-            _all_pass(case.checks),
-            suite.system if case.system is None else case.system,
-        )
-        for number, case in enumerate(suite.cases, 1)
-    ]
-
-
-def _all_pass(checks: Sequence[Check]) -> Callable[[str], dict[str, float]]:
-    return lambda answer: {"pass": float(all(check.passes(answer) for check in checks))}

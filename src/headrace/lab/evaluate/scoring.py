@@ -68,6 +68,12 @@ class Scorer:
 
         Every continuation needs a token, and the context too. Raises as :meth:`log_probs` does.
         """
+        return [scores for scores, _ in self.greedy_continuations(context, continuations)]
+
+    def greedy_continuations(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[NDArray[np.float64], bool]]:
+        """As :meth:`continuations`, each with whether greedy decoding would have written it."""
         for continuation in continuations:
             if not context or not continuation:
                 raise InvalidRequestError("Context and continuation need at least one token each.")
@@ -80,13 +86,15 @@ class Scorer:
             # earlier continuation left in the KV cache lies beyond what this one can see.
             whole = [context[-1], *continuation]
             base = len(context) - 1
-            found = []
+            found, greedy = [], True
             for start, stop in _chunks(0, len(continuation), self._rows):
                 rows = log_softmax(
                     self._step(whole[start:stop], base + start, range(base + start, base + stop))
                 )
-                found.append(rows[np.arange(stop - start), whole[start + 1 : stop + 1]])
-            scores.append(np.concatenate(found).astype(np.float64))
+                wanted = whole[start + 1 : stop + 1]
+                found.append(rows[np.arange(stop - start), wanted])
+                greedy = greedy and bool((rows.argmax(axis=1) == wanted).all())
+            scores.append((np.concatenate(found).astype(np.float64), greedy))
         return scores
 
     def close(self) -> None:

@@ -76,6 +76,13 @@ def compare(model: Sequence[float], reference: Sequence[float], *, seed: int) ->
     )
 
 
+def compare_amounts(model: Sequence[float], reference: Sequence[float], *, seed: int) -> Comparison:
+    """As :func:`compare`, of quantities such as lengths, which are neither right nor wrong: no flips."""
+    differences = np.asarray(model, np.float64) - np.asarray(reference, np.float64)
+    low, high = bootstrap_interval(differences, seed=seed)
+    return Comparison(difference=mean(differences), low=low, high=high, gained=None, lost=None, p_value=None)
+
+
 def mcnemar(gained: int, lost: int) -> float:
     """Two-sided exact McNemar test: of ``gained + lost`` flips, are both directions equally likely?
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.lab.evaluate.divergence import TextResult
-from headrace.lab.evaluate.results import ItemsResult, Report
+from headrace.lab.evaluate.results import ItemsResult, Report, Spread
 from headrace.lab.evaluate.statistics import Comparison, Estimate
 
 if TYPE_CHECKING:
@@ -28,11 +28,16 @@ def tables(report: Report) -> list[Table]:
             continue
         for metric, estimate in record.result.metrics.items():
             against = (record.result.against or {}).get(metric)
-            scores.add_row(name, metric, _plus_minus(estimate, 3), str(estimate.n), *_comparison(against))
+            scores.add_row(name, metric, _plus_minus(estimate, 3), str(estimate.n), *_comparison(against, 3))
+        for metric, spread in (record.result.spread or {}).items():
+            difference = (record.result.spread_against or {}).get(metric)
+            drawn = [] if difference is None else _spread(difference, sign=True)
+            scores.add_row(name, f"{metric} between draws", *_spread(spread), *drawn[:1])
         length, drift = record.result.output_tokens, record.result.output_tokens_drift
         if length is not None:
-            drifted = [] if drift is None else [_plus_minus(drift, 1, sign=True)]
-            scores.add_row(name, "output tokens", _plus_minus(length, 1), str(length.n), *drifted)
+            scores.add_row(
+                name, "output tokens", _plus_minus(length, 1), str(length.n), *_comparison(drift, 1)
+            )
     return [table for table in (measures, scores) if table.row_count]
 
 
@@ -53,23 +58,35 @@ def _add_text(table: Table, result: TextResult) -> None:
     )
     table.add_row(f"perplexity ({result.convention})", _plus_minus(result.perplexity, 4), of)
     found = result.divergence
+    ratio = found or result.loss_ratio
+    if ratio is not None:
+        table.add_row("perplexity of the reference", _plus_minus(ratio.reference_perplexity, 4), "")
+        table.add_row("ln(PPL ratio)", _plus_minus(ratio.ln_ppl_ratio, 5, sign=True), "paired")
     if found is None:
         return
-    table.add_row("perplexity of the reference", _plus_minus(found.reference_perplexity, 4), "")
-    table.add_row("ln(PPL ratio)", _plus_minus(found.ln_ppl_ratio, 5, sign=True), "paired")
     table.add_row("KL mean", _plus_minus(found.kl, 6), "nats per token, of the reference to the model")
     spread = f"{found.kl_median:.6f}   {found.kl_p99:.4f}   {found.kl_p999:.4f}   {found.kl_max:.4f}"
     table.add_row("KL median   p99   p99.9   max", spread, "")
     table.add_row("same top-1", _plus_minus(found.same_top1, 4), "share of tokens")
 
 
-def _comparison(found: Comparison | None) -> list[str]:
+def _spread(found: Spread, *, sign: bool = False) -> list[str]:
+    """The standard deviation and the range of draws, and how many there were."""
+    plus = "+" if sign else ""
+    reach = f"{found.low:{plus}.3f} … {found.high:{plus}.3f}"
+    if found.sd is None:
+        return [reach, "1"]
+    return [f"{_plus_minus(found.sd, 3)} ({reach})", str(found.sd.n)]
+
+
+def _comparison(found: Comparison | None, digits: int) -> list[str]:
     if found is None:
         return []
     flips = ["", "", ""]
     if found.p_value is not None:
         flips = [str(found.gained), str(found.lost), f"{found.p_value:.2g}"]
-    return [_plus_minus(found.difference, 3, sign=True), f"{found.low:+.3f} … {found.high:+.3f}", *flips]
+    interval = f"{found.low:+.{digits}f} … {found.high:+.{digits}f}"
+    return [_plus_minus(found.difference, digits, sign=True), interval, *flips]
 
 
 def _compared(result: TextResult | ItemsResult) -> bool:
