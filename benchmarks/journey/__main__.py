@@ -29,7 +29,7 @@ from headrace.lab.bench.context import context
 from headrace.model import store
 
 PRICE_PER_CORE_HOUR = 0.0513
-PRICE_SOURCE = "list price of a vCPU of AWS c7a (AMD EPYC, us-east-1, on demand: c7a.large, 2 vCPU, $0.1026)"
+PRICE_SOURCE = "list price of a vCPU of AWS c7a (AMD EPYC; us-east-1, on demand, January 2024)"
 
 
 def main() -> int:
