@@ -39,7 +39,9 @@ def main() -> int:
     if options.users:
         sizes = dataclasses.replace(sizes, users=options.users)
     if options.duration:
-        sizes = dataclasses.replace(sizes, closed_s=options.duration, open_s=2.5 * options.duration)
+        sizes = dataclasses.replace(
+            sizes, closed_s=options.duration, open_s=2.5 * options.duration, requests=None
+        )
     began = time.monotonic()
     own = store.resolve(options.model)
     float_model = float_folder(own)

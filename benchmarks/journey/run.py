@@ -35,16 +35,20 @@ _REQUESTS = 1000  # in the files of prompts: more than any run asks for
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long, how many: seconds of the closed and open loops and before them, users, tokens to score."""
+    """How long, how many: seconds of the closed and open loops and before them, users, tokens to score.
+
+    ``requests``: loads end after so many instead, however long they take.
+    """
 
     closed_s: float = 16.0
     open_s: float = 40.0
     warmup_s: float = 3.0
     users: int = 8
     accuracy_tokens: int = 384
+    requests: int | None = None
 
 
-QUICK = Sizes(closed_s=1.0, open_s=1.5, warmup_s=0.2, users=3, accuracy_tokens=48)
+QUICK = Sizes(warmup_s=0.0, users=3, accuracy_tokens=48, requests=6)
 
 
 class Runner:
@@ -113,7 +117,8 @@ class Runner:
         plan = Plan(
             kind="closed" if kind == "full" else "open",
             levels=(sizes.users,) if kind == "full" else (journey.rate or 1.0,),
-            duration_s=sizes.closed_s if kind == "full" else self._open_s(),
+            duration_s=None if sizes.requests else sizes.closed_s if kind == "full" else self._open_s(),
+            requests=sizes.requests,
             warmup_s=sizes.warmup_s,
             early_stop=False,
             seed=journey.seed,
