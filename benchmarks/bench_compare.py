@@ -1,6 +1,6 @@
 """``headrace bench`` beside another load generator, guidellm, on one server: do they measure the same?
 
-    python -m benchmarks.bench_compare [MODEL] --guidellm PATH/TO/guidellm
+    python -m benchmarks.bench_compare [MODEL] --guidellm PATH/TO/guidellm [--known]
 
 guidellm lives in an environment of its own (``pip install guidellm``). One ``headrace serve`` without
 prefix caching answers both: random words, the same numbers of prompt and answer tokens, the same users, in
@@ -9,6 +9,9 @@ otherwise take the server's time, and more of it than bench does. Printed is eac
 and its range, and whether the ranges overlap. guidellm's inter-token latency is the mean gap of a request,
 (E2E − TTFT) / (tokens − 1), which is called TPOT here; its own TPOT divides the whole latency. Exit status
 1 if a metric's ranges are more than 5% apart, or its rounds differ by so much that nothing can be said.
+
+With ``--known`` the server is one that computes nothing and answers on time: the first token after 100 ms and
+one every 20 ms. What is right is then known, and the machine hardly matters.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.journey.float_model import float_folder
 from headrace.engine.config import DEFAULT_MODEL
 from headrace.errors import ConfigError, GenerationError, HeadraceError
-from headrace.lab.bench.child import served
+from headrace.lab.bench.child import running, served
 from headrace.lab.bench.lengths import Lengths
 from headrace.lab.bench.load import Load
 from headrace.lab.bench.metrics import StageResult
@@ -35,6 +39,8 @@ from headrace.lab.bench.run import Asked, Target, measure
 from headrace.lab.bench.session import Plan
 from headrace.model import store
 
+SERVER = Path(__file__).parent.parent / "tests" / "lab" / "streaming_server.py"
+FIRST_MS, GAP_MS = 100.0, 20.0
 METRICS = {"TTFT p50": "ms", "TPOT p50": "ms", "E2E p50": "ms", "output": "tok/s"}
 _CLOSE = 0.05
 """Of a metric: ranges that miss each other by less say nothing, with a few rounds."""
@@ -81,7 +87,7 @@ def theirs(
     path = folder / "guidellm.json"
     command = [
         *(options.guidellm, "run", "--disable-console"),
-        *("--backend", f"kind=openai_http,target={address}"),
+        *("--backend", f"kind=openai_http,target={address},validate_backend=false"),
         *("--profile", f"kind=concurrent,streams={options.users}"),
         *("--constraint", f"kind=max_requests,count={options.requests}"),
         "--data",
@@ -129,6 +135,7 @@ def main() -> int:
     )
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--guidellm", default="guidellm", help="its command")
+    parser.add_argument("--known", action="store_true", help="a server whose times are known")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=40, help="of a round")
     parser.add_argument("--users", type=int, default=4)
@@ -142,7 +149,7 @@ def main() -> int:
     _stay_on(server_cores)  # what is started from here inherits it
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(options.model, ["--no-prefix-caching", "--threads", "1"]) as (address, _),
+        _server(options) as (address, _),
     ):
         _stay_on(client_cores)
         for round_ in range(options.rounds + 1):  # the first warms the server up
@@ -153,7 +160,17 @@ def main() -> int:
         f"{options.users} users, {options.rounds} rounds of {options.requests} requests, {prompt_tokens} "
         f"prompt tokens with the template, {options.output_tokens} answer tokens"
     )
+    if options.known:
+        e2e = FIRST_MS + GAP_MS * (options.output_tokens - 1)
+        print(f"right: TTFT {FIRST_MS:g} ms, TPOT {GAP_MS:g} ms, E2E {e2e:g} ms")
     return 0 if _print(mine[1:], other[1:]) else 1
+
+
+def _server(options: argparse.Namespace) -> AbstractContextManager[tuple[str, int]]:
+    if not options.known:
+        return served(options.model, ["--no-prefix-caching", "--threads", "1"])
+    times = ("--first", str(FIRST_MS / 1000), "--gap", str(GAP_MS / 1000))
+    return running([sys.executable, str(SERVER), *times], "the server whose times are known")
 
 
 def _cores() -> tuple[set[int], set[int]]:
