@@ -33,6 +33,8 @@ HR_INLINE void finish(const MatmulArgs& a, Vec acc, int row, int tile) {
   }
 }
 
+constexpr int kAhead = 8;  // tiles
+
 template <int Bits>
 HR_INLINE IVec dot_codes(IVec acc, Bytes w, const int8_t* x) {
   return Bits == 4 ? dot_u4(acc, w, x) : dot_u8(acc, w, x);
@@ -48,7 +50,9 @@ HR_INLINE Bytes tile_codes(const uint8_t* w, int j) {
 
 // Quantised weights: MR rows against one tile row of 16 outputs. Rows are interleaved inside a group, so that
 // each code register is made once and the dot products' latencies overlap.
-template <int Bits, bool F32, bool Min, int Group, int MR>
+//
+// First: nobody has read these weights yet, so that they come from memory: they are asked for some tiles ahead.
+template <int Bits, bool F32, bool Min, int Group, int MR, bool First>
 HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
   constexpr int kCodes = Bits == 4 ? 256 : 512;
   constexpr int kScaleRow = 16 * (F32 ? 4 : 2);
@@ -74,8 +78,8 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
       HR_UNROLL for (int r = 0; r < MR; ++r) any_wide |=
           reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
     }
-    if constexpr (MR <= 4) {
-      for (size_t line = 0; line < kTile; line += 64) prefetch(w + 4 * kTile + line);
+    if constexpr (First) {
+      for (size_t line = 0; line < kTile; line += 64) prefetch(w + kAhead * kTile + line);
     }
     const int8_t* q = reinterpret_cast<const int8_t*>(x) + g * 32;
     for (int part = 0; part < kParts; ++part) {
@@ -131,11 +135,20 @@ template <int Bits, bool F32, bool Min, int Group>
 void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     int row = row_begin;
+    if (row + kManyRows <= row_end) {
+      quant_rows<Bits, F32, Min, Group, kManyRows, true>(a, tile, row);
+      row += kManyRows;
+    } else if (row + 4 <= row_end) {
+      quant_rows<Bits, F32, Min, Group, 4, true>(a, tile, row);
+      row += 4;
+    } else {
+      quant_rows<Bits, F32, Min, Group, 1, true>(a, tile, row++);
+    }
     for (; row + kManyRows <= row_end; row += kManyRows)
-      quant_rows<Bits, F32, Min, Group, kManyRows>(a, tile, row);
+      quant_rows<Bits, F32, Min, Group, kManyRows, false>(a, tile, row);
     if constexpr (kManyRows > 4)
-      for (; row + 4 <= row_end; row += 4) quant_rows<Bits, F32, Min, Group, 4>(a, tile, row);
-    for (; row < row_end; ++row) quant_rows<Bits, F32, Min, Group, 1>(a, tile, row);
+      for (; row + 4 <= row_end; row += 4) quant_rows<Bits, F32, Min, Group, 4, false>(a, tile, row);
+    for (; row < row_end; ++row) quant_rows<Bits, F32, Min, Group, 1, false>(a, tile, row);
   }
 }
 
