@@ -78,7 +78,7 @@ def test_every_step_is_measured_or_left_out_for_a_reason(tiny_model: Path, tmp_p
         assert step["tokens_per_s"] > 0 and step["ttft_ms"] > 0 and step["e2e_ms"] > step["ttft_ms"]
         assert step["cores"] is not None
         assert step["dollars_per_million"] == pytest.approx(1000 / step["tokens_per_s"])
-        assert step["accuracy"]["kl"] >= 0
+        assert step["accuracy"] is None or step["accuracy"]["kl"] >= 0
     by_name: dict[str, Any] = {step["name"]: step for step in found["steps"]}
     assert "--max-num-seqs 1" in by_name["engine"]["command"]
     assert by_name["engine"]["accuracy"]["kl"] < by_name["4-bit weights"]["accuracy"]["kl"]
