@@ -51,9 +51,9 @@ HR_INLINE Bytes tile_codes(const uint8_t* w, int j) {
 // Quantised weights: MR rows against one tile row of 16 outputs. Rows are interleaved inside a group, so that
 // each code register is made once and the dot products' latencies overlap.
 //
-// First: nobody has read these weights yet, so that they come from memory: they are asked for some tiles ahead.
-template <int Bits, bool F32, bool Min, int Group, int MR, bool First>
-HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
+// first: nobody has read these weights yet, so they come from memory, and are asked for some tiles ahead.
+template <int Bits, bool F32, bool Min, int Group, int MR>
+HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
   constexpr int kCodes = Bits == 4 ? 256 : 512;
   constexpr int kScaleRow = 16 * (F32 ? 4 : 2);
   constexpr int kParts = 32 / Group;  // scale rows per tile
@@ -78,15 +78,15 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
       HR_UNROLL for (int r = 0; r < MR; ++r) any_wide |=
           reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
     }
-    if constexpr (First) {
+    if (first) {
       for (size_t line = 0; line < kTile; line += 64) prefetch(w + kAhead * kTile + line);
     }
     const int8_t* q = reinterpret_cast<const int8_t*>(x) + g * 32;
     for (int part = 0; part < kParts; ++part) {
-      const int first = part * kRegisters, last = first + kRegisters;
+      const int from = part * kRegisters, to = from + kRegisters;
       IVec dot[MR];
       HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] = izero();
-      HR_UNROLL for (int j = first; j < last; ++j) {
+      HR_UNROLL for (int j = from; j < to; ++j) {
         const Bytes codes = tile_codes<Bits>(w, j);
         HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] =
             dot_codes<Bits>(dot[r], codes, q + r * stride + 4 * j);
@@ -96,7 +96,7 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
           const uint64_t word = reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
           if (!(word >> (g % 64) & 1)) continue;
           dot[r] = mul(dot[r], iset1(QuantRow::kWide));
-          HR_UNROLL for (int j = first; j < last; ++j) dot[r] =
+          HR_UNROLL for (int j = from; j < to; ++j) dot[r] =
               dot_codes<Bits>(dot[r], tile_codes<Bits>(w, j), q + r * stride + fine_at + 4 * j);
         }
       }
@@ -135,20 +135,12 @@ template <int Bits, bool F32, bool Min, int Group>
 void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     int row = row_begin;
-    if (row + kManyRows <= row_end) {
-      quant_rows<Bits, F32, Min, Group, kManyRows, true>(a, tile, row);
-      row += kManyRows;
-    } else if (row + 4 <= row_end) {
-      quant_rows<Bits, F32, Min, Group, 4, true>(a, tile, row);
-      row += 4;
-    } else {
-      quant_rows<Bits, F32, Min, Group, 1, true>(a, tile, row++);
-    }
     for (; row + kManyRows <= row_end; row += kManyRows)
-      quant_rows<Bits, F32, Min, Group, kManyRows, false>(a, tile, row);
+      quant_rows<Bits, F32, Min, Group, kManyRows>(a, tile, row, row == row_begin);
     if constexpr (kManyRows > 4)
-      for (; row + 4 <= row_end; row += 4) quant_rows<Bits, F32, Min, Group, 4, false>(a, tile, row);
-    for (; row < row_end; ++row) quant_rows<Bits, F32, Min, Group, 1, false>(a, tile, row);
+      for (; row + 4 <= row_end; row += 4)
+        quant_rows<Bits, F32, Min, Group, 4>(a, tile, row, row == row_begin);
+    for (; row < row_end; ++row) quant_rows<Bits, F32, Min, Group, 1>(a, tile, row, row == row_begin);
   }
 }
 

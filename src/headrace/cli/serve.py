@@ -35,6 +35,14 @@ def serve(
         str | None,
         typer.Option(envvar="HEADRACE_API_KEY", help="Ask clients for this key.", show_envvar=True),
     ] = None,
+    gateway_credential: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HEADRACE_GATEWAY_CREDENTIAL",
+            help="Whoever sends this may name tenants and priorities.",
+            show_envvar=True,
+        ),
+    ] = None,
     max_model_len: options.MaxModelLen = None,
     quantization: options.Quantization = None,
     kv_cache_memory: options.KVCacheMemory = options.DEFAULT_KV_CACHE,
@@ -50,6 +58,14 @@ def serve(
     max_queue_time: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Longest wait before 503.")
     ] = _DEFAULTS.max_queue_time_s,
+    priority_aging: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="Wait that counts as a level of priority; 0: never."),
+    ] = _DEFAULTS.priority_aging_s,
+    tpot_target_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Time per output token that prompts must not spoil."),
+    ] = None,
     max_body_size: Annotated[str, typer.Option(metavar="SIZE", help="Longest request body.")] = "8MiB",
     prefix_caching: Annotated[bool, typer.Option(help="Share the KV blocks of equal beginnings.")] = True,
     speculative_config: Annotated[
@@ -93,6 +109,8 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         max_waiting=max_waiting,
         max_queue_time_s=max_queue_time,
+        priority_aging_s=priority_aging,
+        tpot_target_ms=tpot_target_ms,
         speculative=options.speculative_config(speculative_config),
     )
     body_limit = options.size_bytes(max_body_size, "--max-body-size")
@@ -114,6 +132,7 @@ def serve(
         ServerSettings(
             served_model_names=names,
             api_key=api_key,
+            gateway_credential=gateway_credential,
             max_body_bytes=body_limit,
             write_timeout_s=_WRITE_TIMEOUT_S,
             tool_call_parser=tool_call_parser,

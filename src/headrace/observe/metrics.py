@@ -25,7 +25,16 @@ _SECONDS = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _OURS_ONLY = tuple(
     f"headrace_{name}"
-    for name in ("kv_blocks", "step_seconds", "batch_tokens", "device_", "http_", "model_load_")
+    for name in (
+        "kv_blocks",
+        "step_",
+        "deadlines_",
+        "tenants_",
+        "batch_tokens",
+        "device_",
+        "http_",
+        "model_load_",
+    )
 )
 
 _VLLM_NAMES = {  # where it is not our name with another beginning
@@ -48,6 +57,10 @@ class Stats(Protocol):
     prompt_tokens: int
     generation_tokens: int
     num_preemptions: int
+    deadlines_missed: int
+    deadlines_refused: int
+    num_tenants: int
+    step_token_budget: int
     draft_tokens: int
     draft_tokens_accepted: int
     draft_tokens_accepted_per_position: list[int]
@@ -159,6 +172,14 @@ class _EngineCollector(Collector):
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
         yield self._counter(
             "num_preemptions", "Sequences put back for want of blocks.", stats.num_preemptions
+        )
+        yield self._counter("deadlines_missed", "Requests ended after timeout_s.", stats.deadlines_missed)
+        yield self._counter(
+            "deadlines_refused", "Requests ended before it: not to be kept.", stats.deadlines_refused
+        )
+        yield self._gauge("tenants_active", "Tenants with a sequence in hand.", stats.num_tenants)
+        yield self._gauge(
+            "step_token_budget", "Most tokens of the last step: see tpot_target.", stats.step_token_budget
         )
         yield self._counter("draft_tokens", "Tokens drafted and verified.", stats.draft_tokens)
         yield self._counter("draft_tokens_accepted", "Drafted tokens kept.", stats.draft_tokens_accepted)

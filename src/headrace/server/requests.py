@@ -87,6 +87,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=_INT32)] | None = None  # ours
     # what the answer looks like; only one of these
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -146,6 +147,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     # extensions, named as in vLLM
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=_INT32)] | None = None  # ours
     # no effect on the answer
     user: Ignored = None
 
