@@ -64,8 +64,11 @@ def bench(
         Path | None, typer.Option(help="Your own requests: JSON Lines with prompt or messages.")
     ] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="gsm8k, hellaswag, truthfulqa or humaneval, from installed packages.")
+        str | None, typer.Option(help="gsm8k, hellaswag, truthfulqa or humaneval, out of published packages.")
     ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Full-length answers to --prompts and --dataset too.")
+    ] = False,
     slo: Annotated[str | None, typer.Option(help="Objectives, such as ttft=500ms,tpot=50ms,e2e=10s.")] = None,
     slo_attainment: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Share of requests that must meet them in --find-rate.")
@@ -125,6 +128,7 @@ def bench(
         dataset=dataset,
         trace=trace,
         trace_speed=trace_speed,
+        ignore_eos=ignore_eos,
     )
     is_open = rate is not None or find_rate
     plan = Plan(
@@ -147,6 +151,7 @@ def bench(
         "warmup_s": warmup,
         "temperature": temperature,
         "timeout_s": timeout,
+        "ignore_eos": ignore_eos or None,
         "serve": serve or None,
         "command": shlex.join(["headrace", *without_key(sys.argv[1:])]),
     }
@@ -205,7 +210,7 @@ def _measure(
         )
         view = TerminalView(Console(stderr=True))
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            return runner.run(measure(where, asked, plan, view, settings, count))
+            return runner.run(measure(where, asked, plan, view, settings, count, with_floor=True))
 
 
 def _write(result: Result, path: Path) -> None:

@@ -20,6 +20,7 @@ def write_report(result: Result, stem: Path) -> Path:
         columns=table.columns(result),
         rows=table.rows(result),
         findings=table.findings(result),
+        floor=table.floor_line(result),
         notes=[(stage.label, table.server_line(stage), table.client_line(stage)) for stage in result.stages],
         settings={name: value for name, value in result.settings.items() if value is not None},
     )

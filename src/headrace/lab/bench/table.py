@@ -110,6 +110,17 @@ def client_line(stage: StageResult) -> str:
     return f"{lag}{loop}, {stage.client.cpu:.0%} of one core"
 
 
+def floor_line(result: Result) -> str:
+    """What the client adds; empty if it was not measured."""
+    floor = result.client_floor
+    if floor is None:
+        return ""
+    return (
+        f"client alone, against a no-op server: TTFT {duration(floor.ttft_p50_ms)} "
+        f"(p99 {duration(floor.ttft_p99_ms)}), {floor.tpot_p50_ms * 1000:.0f} µs a token"
+    )
+
+
 def findings(result: Result) -> list[str]:
     """Sentences below the table: errors, the knee, the best rate, warnings."""
     found = []

@@ -88,6 +88,8 @@ def show(result: Result, console: Console) -> None:
         if server := table.server_line(last):
             console.print(f"server at {last.label}: {server}", highlight=False, markup=False)
         console.print(f"client at {last.label}: {table.client_line(last)}", highlight=False, markup=False)
+    if floor := table.floor_line(result):
+        console.print(floor, highlight=False, markup=False)
     for sentence in table.findings(result):
         console.print(sentence, highlight=False, markup=False)
 
