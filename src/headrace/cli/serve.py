@@ -8,11 +8,13 @@ import json
 import shlex
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from headrace.cli import options
+from headrace.cli.config_file import read_options
 from headrace.engine.config import DEFAULT_MODEL, CacheConfig, ModelConfig, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
 
 _DEFAULTS = SchedulerConfig()
 _WRITE_TIMEOUT_S = 60.0  # a client that takes nothing for so long is given up
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """What the file says takes the place of defaults: the command line and the environment win over it."""
+    if path is not None:
+        context.default_map = read_options(path, serve, "headrace serve")
+    return path
 
 
 def serve(
@@ -92,9 +101,19 @@ def serve(
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="Least level that is logged.")
     ] = "info",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML of these options by their long names; the command line wins over it.",
+            is_eager=True,
+            callback=_read_config,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API. Logs are JSON lines on standard error."""
-    config = ModelConfig(
+    del config  # read before the others were
+    settings = ModelConfig(
         model=model,
         quantization=quantization,
         max_model_len=max_model_len,
@@ -124,7 +143,7 @@ def serve(
 
     sock = listen(host, port, _WRITE_TIMEOUT_S)
     # Weights are read in a thread while this one imports the HTTP stack: together they set the cold start.
-    loading = _start_loading(config, cache, scheduler, engine_process)
+    loading = _start_loading(settings, cache, scheduler, engine_process)
 
     from headrace.observe.logs import logger
     from headrace.server.run import run

@@ -7,6 +7,7 @@ metric, ``vllm:x``, so that existing dashboards work. No label ever carries a us
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
@@ -109,6 +110,7 @@ class Metrics:
             "headrace_model_load_seconds", "Time that loading the model took.", labels, registry=None
         )
         self.registry.register(_Aliased([*inner, self.http_requests, self._load_seconds]))
+        self.registry.register(_ProcessCollector())
 
     def watch(self, stats: Callable[[], Stats], load_seconds: float) -> None:
         """Serve the engine's counters too, read by ``stats`` at every scrape."""
@@ -149,6 +151,27 @@ def _as_vllm(metric: Metric) -> Metric:
     alias = Metric(name, metric.documentation, metric.type)
     alias.samples = [s._replace(name=s.name.replace(metric.name, name, 1)) for s in metric.samples]
     return alias
+
+
+class _ProcessCollector(Collector):
+    """CPU of this process and its children (an engine's, where it has one), under Prometheus' own name."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+
+    def collect(self) -> Iterator[Metric]:
+        seconds = _cpu_seconds(self._process)
+        for child in self._process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it may end meanwhile
+                seconds += _cpu_seconds(child)
+        yield CounterMetricFamily("process_cpu_seconds", "User and system CPU time spent.", seconds)
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        yield GaugeMetricFamily("headrace_usable_cores", "Cores that the process may run on.", usable)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 class _EngineCollector(Collector):

@@ -46,9 +46,11 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``include_usage``: a last chunk without choices carries the usage."""
+    """``include_usage``: a last chunk without choices carries the usage; ``continuous_usage_stats`` (vLLM's):
+    and all others the usage so far."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Ignored = None
 
 

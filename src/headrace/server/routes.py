@@ -84,6 +84,7 @@ class GenerationRoutes:
             wants_logprobs=bool(request.logprobs),
             wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
+            continuous_usage=_continuous_usage(request),
             tools=tools,
         )
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
@@ -129,6 +130,7 @@ class GenerationRoutes:
             wants_logprobs=request.logprobs is not None,
             wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
+            continuous_usage=_continuous_usage(request),
             echo=echo,
             first_tokens=first_tokens,
         )
@@ -234,3 +236,9 @@ def _grammar_field(request: GenerationRequest, params: SamplingParams) -> str:
 
 def _include_usage(request: GenerationRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
+
+
+def _continuous_usage(request: GenerationRequest) -> bool:
+    return _include_usage(request) and bool(
+        request.stream_options and request.stream_options.continuous_usage_stats
+    )

@@ -18,7 +18,7 @@ from headrace.lab.doctor.processor import cpu_flags
 
 EXTRAS = {
     "gpu": ("torch", "triton"),
-    "lab": ("aiohttp", "hdrhistogram", "matplotlib", "pyyaml"),
+    "lab": ("aiohttp", "hdrhistogram", "matplotlib", "optuna"),
     "dev": ("pytest", "openai", "ruff", "mypy"),
 }
 _SINCE = {"int8": (7, 5), "bf16": (8, 0), "fp8": (8, 9)}  # compute capability whose tensor cores have it
