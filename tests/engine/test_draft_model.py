@@ -28,7 +28,7 @@ from headrace.backend.batch import Batch, StepResult
 from headrace.backend.runner import RunnerSettings
 from headrace.backend.simulated import Latency, SimulatedRunner
 from headrace.engine import memory
-from headrace.engine.build import build_engine, check_scheduler_config
+from headrace.engine.build import SimulatedSpec, build_engine, check_scheduler_config
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from headrace.engine.draft_build import DraftPlan
 from headrace.engine.engine import Engine
@@ -345,6 +345,13 @@ def test_lengths_count_what_drafting_costs() -> None:
 def test_bad_settings(settings: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_scheduler_config(SchedulerConfig(speculative=SpeculativeConfig.of(settings)))
+
+
+def test_an_engine_without_one() -> None:
+    """It drafted by prompt lookup instead, and nobody was told."""
+    spec = SimulatedSpec(num_blocks=8, max_model_len=64, scheduler=SchedulerConfig(speculative=ALWAYS))
+    with pytest.raises(ConfigError, match="no draft model"):
+        spec.build()
 
 
 def test_its_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from headrace.engine.config import SpeculativeConfig
 from headrace.engine.drafter import Drafter, NgramDrafter
 from headrace.engine.sequence import Rank, Sequence
 from headrace.engine.step_cost import StepCost
+from headrace.errors import ConfigError
 
 _KEPT = 0.85  # of what earlier drafts said about acceptance, at each new one
 _KEPT_OF_ALL = 0.98  # the same of all sequences' drafts together
@@ -87,7 +88,12 @@ class Speculation:
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``cost``: what steps take, kept up to date by their owner. ``drafter``: None = prompt lookup."""
+        """``cost``: what steps take, kept up to date by their owner. ``drafter``: None = prompt lookup.
+
+        Raises ConfigError if a draft model is asked for and there is none.
+        """
+        if drafter is None and config.method != "ngram":
+            raise ConfigError("This engine has no draft model: choose the method 'ngram'.", param="method")
         self.draft_tokens = 0
         self.accepted_tokens = 0
         self.drafted_per_position = [0] * config.num_speculative_tokens
