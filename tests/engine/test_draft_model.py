@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from headrace.engine.build import SimulatedSpec, build_engine, check_scheduler_c
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from headrace.engine.draft_build import DraftPlan
 from headrace.engine.engine import Engine
+from headrace.engine.sequence import Sequence
 from headrace.engine.speculation import best_lengths
 from headrace.engine.step_cost import StepCost
 from headrace.errors import ConfigError, OutOfMemoryError
@@ -106,6 +108,42 @@ def test_the_same_answers_after_preemption(num_blocks: int, draft: int) -> None:
     assert run(engine, requests).texts() == without_speculation(requests)
     assert engine.stats().num_preemptions > 0
     assert draft < 20 or engine.stats().draft_tokens_accepted > 0
+
+
+@pytest.mark.parametrize("draft_blocks", [256, 24])
+@pytest.mark.parametrize("num_blocks", [256, 24])
+def test_drafts_follow_from_the_tokens_and_from_nothing_else(
+    num_blocks: int, draft_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K and V of a rejected draft, or of another sequence, led it astray: only speed showed that."""
+    engine = drafting(
+        draft=DraftSizes(num_blocks=draft_blocks),
+        num_blocks=num_blocks,
+        max_model_len=192,
+        max_num_batched_tokens=60,
+    )
+    model = draft_model(engine)
+    assert model is not None
+    propose, made, rng = model.propose, [], random.Random(1)
+
+    def recording(sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        drafts = propose(sequences, [limit if rng.random() < 0.6 else 0 for limit in limits])
+        known = [seq.tokens(0, seq.num_tokens).tolist() for seq in sequences]
+        made.extend((each, draft) for each, draft in zip(known, drafts, strict=True) if draft)
+        return drafts
+
+    monkeypatch.setattr(model, "propose", recording)
+    run(engine, kinds())
+    assert len(made) > 100
+    if num_blocks == 24:
+        assert engine.stats().num_preemptions > 0
+    some = made[:: len(made) // 100]
+    oracle = small_engine(runner=RepetitiveRunner, prefix_caching=False, num_blocks=4000)
+    answers = run(
+        oracle, [greedy(f"{index}", known, len(draft)) for index, (known, draft) in enumerate(some)]
+    )
+    for index, (_, draft) in enumerate(some):
+        assert answers[f"{index}", 0].token_ids == draft
 
 
 def test_a_right_draft_is_computed_once() -> None:
