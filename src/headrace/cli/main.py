@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli import bench, chat, doctor, eval, models, serve
+from headrace.cli import bench, chat, doctor, eval, gateway, models, serve
 from headrace.errors import HeadraceError
 
 # The family of errors that misuse raises. Of it typer exports one member only, and which click they are of
@@ -26,6 +26,7 @@ app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(bench.bench)
 app.add_typer(models.app, name="models")
+app.add_typer(gateway.app, name="gateway")
 app.command(name="eval")(eval.evaluate)
 app.command()(doctor.doctor)
 
