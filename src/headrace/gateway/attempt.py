@@ -196,7 +196,8 @@ class RelayedStream:
                 problem = "the upstream fell silent, or the request took longer than it may"
                 break
             except (aiohttp.ClientError, OSError, AttemptError) as error:
-                problem = f"the upstream's stream broke: {str(error)[:200]}"
+                if not self._filter.all_ended(self._context.choices):
+                    problem = f"the upstream's stream broke: {str(error)[:200]}"
                 break
         if problem is None and not self._filter.complete:
             problem = self._filter.error or "the upstream's stream ended before the answer did"

@@ -49,6 +49,7 @@ class RequestContext:
     model: str = ""  # of an upstream's, aliases resolved
     stream: bool = False
     wants_usage: bool = False  # the client asked for the usage of its stream
+    choices: int = 1  # that are asked for
     prompt_tokens: int = 0  # estimated
     output_tokens: int = 0  # at most, or the default where the request says nothing
     prompt_key: bytes = b""  # the prompt as bytes whose beginnings are equal where prompts begin alike

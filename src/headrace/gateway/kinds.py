@@ -53,9 +53,9 @@ KINDS: dict[str, Kind] = {
 def told_error(body: bytes) -> tuple[str, str | None, str | None, str | None] | None:
     """Message, type, param and code of an error in any of the shapes that engines use; None if it is none.
 
-    OpenAI's and vLLM's are ``{"error": {"message", "type", "code"}}``, llama.cpp's code is a
-    number, TGI writes ``{"error": "text", "error_type": "validation"}``, older vLLM has the fields on the outside, and
-    FastAPI-made servers say ``{"detail": …}``.
+    OpenAI writes ``{"error": {"message", "type", "param", "code"}}``, llama.cpp has a number as the code, TGI
+    ``{"error": "text", "error_type": "validation"}``, older vLLM the fields on the outside, and servers made
+    with FastAPI ``{"detail": …}``.
     """
     try:
         told = orjson.loads(body)

@@ -72,10 +72,10 @@ def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None
     try:
         rows = store.db.execute(
             f"""SELECT {column}, COUNT(*), SUM(outcome = 'failed'), SUM(cache = 'hit'), SUM(prompt_tokens),
-                SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd)
+                SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0
                 FROM ledger WHERE {where} GROUP BY 1 ORDER BY SUM(nano_usd) DESC, 1""",
             values,
         ).fetchall()
     except sqlite3.Error as error:
         raise ConfigError(f"the ledger in {store.path} cannot be read: {error}") from None
-    return [Sum(group, *sums, nano / NANO) for group, *sums, nano in rows]
+    return [Sum(*row) for row in rows]

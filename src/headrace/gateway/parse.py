@@ -88,6 +88,7 @@ def _read_output(gateway: Gateway, context: RequestContext) -> None:
         longest = body["max_tokens"] = allowed
     each = gateway.config.default_output_tokens if longest is None else longest
     _check_limits(context, each, longest or 0)
+    context.choices = choices
     context.output_tokens = each * choices
 
 

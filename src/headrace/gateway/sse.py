@@ -43,6 +43,10 @@ class EventFilter:
         """Whether every choice ended with a reason, and no error came."""
         return bool(self._ended) and not self._open and self.error is None
 
+    def all_ended(self, choices: int) -> bool:
+        """Whether so many choices are complete, so that nothing of worth can follow."""
+        return self.complete and len(self._ended) >= choices
+
     @property
     def record(self) -> bytes | None:
         """All that came, in the upstream's words, if it was recorded and is complete."""
