@@ -1,8 +1,8 @@
 """Stage 7: which of the upstreams gets the request.
 
-The one with the least outstanding tokens for its weight, the request's own included, less what its prefix
-cache would save: so a conversation stays where it was, as long as that one is not busier by more than the
-work that staying saves. In the manner of Preble (Srivatsa et al., 2024) and SGLang's cache-aware router.
+The one with the least outstanding tokens for its weight, less what its prefix cache would save: so a
+conversation stays where it was, as long as that one is not busier by more than the work that staying saves.
+In the manner of Preble (Srivatsa et al., 2024) and SGLang's cache-aware router.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ async def balance(gateway: Gateway, context: RequestContext, tried: Collection[T
     if len(fit) == 1:
         return fit[0]
     saved = gateway.affinity.saved_tokens(context)
-    tokens = context.prompt_tokens + context.output_tokens
 
     def score(target: Target) -> tuple[float, float]:
         upstream = target.upstream
-        work = upstream.outstanding_tokens + max(tokens - saved.get(upstream.name, 0), 0)
-        return work / upstream.power(), upstream.chosen / upstream.config.weight
+        work = upstream.outstanding_tokens - saved.get(upstream.name, 0)
+        # among idle ones, turns are taken by weight
+        return work / upstream.power(), (upstream.chosen + 1) / upstream.config.weight
 
     return min(fit, key=score)
