@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.gateway.config import read_config
 from tests.e2e.running import run
 
 GOOD = """
@@ -71,3 +72,8 @@ def test_keys_are_made_listed_rotated_and_revoked(tmp_path: Path) -> None:
     nobody = run("gateway", "keys", "create", str(path), "--tenant", "nobody")
     assert nobody.returncode == 1
     assert "it has: acme" in nobody.stderr
+
+
+def test_the_example_is_right() -> None:
+    config = read_config(Path(__file__).parents[2] / "examples" / "gateway.yaml")
+    assert config.models == {"smollm2-135m", "gemma3-270m", "gpt-4o-mini"}
