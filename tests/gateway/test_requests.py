@@ -270,6 +270,19 @@ def test_health_and_readiness(running: Fixture) -> None:
     assert made.client.get("/health/readiness").status_code == 200
 
 
+def test_a_server_of_ours_learns_whose_request_it_is(upstreams: Upstreams, tmp_path: Path) -> None:
+    streamer, url = upstreams.start()
+    ours = {"url": url, "kind": "headrace", "credential_env": "SHARED", "models": {"m": {}}}
+    config = {"upstreams": {"one": ours}, "tenants": {"acme": {}}, "request_timeout_s": 90}
+    with gateway(config, tmp_path, {"SHARED": "between-us"}) as made:
+        forged = {"x-headrace-tenant": "other", "x-headrace-gateway": "guess"}
+        assert made.chat(made.key("acme") | forged).status_code == 200
+    headers = streamer.asked[-1].headers
+    assert headers["x-headrace-gateway"] == "between-us"
+    assert headers["x-headrace-tenant"] == headers["x-headrace-cache-salt"] == "acme"
+    assert 80 < float(headers["x-headrace-timeout-s"]) <= 90
+
+
 def test_draining_ends_what_runs_and_exits_with_0(upstreams: Upstreams, tmp_path: Path) -> None:
     _, url = upstreams.start()
     config = {"upstreams": {"one": {"url": url, "models": {"m": {}}}}, "authentication": "none"}

@@ -57,7 +57,7 @@ async def attempt(gateway: Gateway, context: RequestContext, target: Target, wor
                 data=target.upstream.kind.body(
                     context.body, target.name, chat=context.route == "chat/completions"
                 ),
-                headers={**target.upstream.headers, "x-request-id": context.id},
+                headers=target.upstream.headers_for(context),
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=times.connect_s),
             )

@@ -15,6 +15,7 @@ from headrace.yaml_file import read_yaml
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 _OURS = re.compile(r"[\x21-\x7e]+")  # what may stand in a header
 
@@ -49,12 +50,17 @@ class Timeouts(_Strict):
 
 
 class UpstreamConfig(_Strict):
-    """One OpenAI-compatible endpoint. ``url`` ends where OpenAI's would: in ``/v1``."""
+    """One OpenAI-compatible endpoint. ``url`` ends where OpenAI's would: in ``/v1``.
+
+    ``credential_env``: the variable with what a server of ours shares with its gateway, so that it knows
+    tenants apart.
+    """
 
     url: str
     kind: Literal["headrace", "vllm", "llamacpp", "tgi", "openai"] = "openai"
     models: Annotated[dict[Name, ServedModel], Field(min_length=1)]
-    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    api_key_env: Variable | None = None
+    credential_env: Variable | None = None
     weight: Positive = 1.0
     max_connections: Count = 1000
     timeouts: Timeouts = Timeouts()
@@ -69,15 +75,20 @@ class UpstreamConfig(_Strict):
             raise ValueError("keys do not belong into addresses: name an environment variable as api_key_env")
         return url.rstrip("/")
 
-    @property
-    def api_key(self) -> str | None:
-        """The key in the environment. Raises ConfigError if there is none, or one that fits no header."""
-        if self.api_key_env is None:
+    @model_validator(mode="after")
+    def _credential_is_for_ours(self) -> Self:
+        if self.credential_env is not None and self.kind != "headrace":
+            raise ValueError("credential_env is for upstreams of kind headrace")
+        return self
+
+    def secret(self, variable: str | None) -> str | None:
+        """What the environment holds. Raises ConfigError if that is nothing, or fits no header."""
+        if variable is None:
             return None
-        key = os.environ.get(self.api_key_env, "")
-        if not _OURS.fullmatch(key):
-            raise ConfigError(f"{self.api_key_env} must be set to the API key of {self.url}")
-        return key
+        value = os.environ.get(variable, "")
+        if not _OURS.fullmatch(value):
+            raise ConfigError(f"{variable} must be set to the secret of {self.url}")
+        return value
 
 
 class Limits(_Strict):
