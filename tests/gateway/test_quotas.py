@@ -116,7 +116,9 @@ def test_no_order_of_events_passes_a_limit_or_loses_a_count(steps: list[tuple[st
                     tokens[str(number)] = amount
         for name, (reservation, _) in running.items():
             serving.settle(reservation, tokens[name], 0, nothing)
-        serving.reserve("last", [Scope("tenant:b", Limits())], 1, 0)  # ends what leases have ended
+        serving.reserve(
+            "last", [Scope("tenant:b", Limits(concurrency=1))], 1, 0
+        )  # ends what leases have ended
         assert amounts(store, "day") == sum(tokens.values())
         assert held(store) == 1
 
@@ -148,7 +150,7 @@ def test_what_never_fits_is_told_so_and_not_to_wait() -> None:
 
 def test_a_scope_that_refuses_leaves_the_others_untouched() -> None:
     with quotas(Clock()) as (store, made):
-        scopes = [Scope("tenant:a", Limits()), Scope("key:k", Limits(concurrency=1))]
+        scopes = [Scope("tenant:a", Limits(concurrency=9)), Scope("key:k", Limits(concurrency=1))]
         made.reserve("1", scopes, 10, 0)
         with pytest.raises(LimitError, match="this key may have 1 requests at a time"):
             made.reserve("2", scopes, 10, 0)
@@ -281,6 +283,6 @@ def test_a_killed_gateway_holds_nothing_for_longer_than_its_leases(
     store = Store(tmp_path / "gateway-state")
     limits = Limits(concurrency=1, tokens_per_day=5000)
     later = Quotas(store, lambda: time.time() + 31)
-    assert held(store) == 2, "of the tenant and of the key"
+    assert held(store) == 1, "the tenant's; the key has no limits"
     later.reserve("next", [Scope("tenant:acme", limits)], 5000, 0)
     store.close()

@@ -142,6 +142,7 @@ class GatewayApp:
             refused = error_response(error)
             refused.headers.update(_headers(context))
             self._known(error, own_id)
+            await pipeline.finish(gateway, context)  # a client that is slow to read this holds no place
             await refused(request.scope, request.receive, send)
         finally:
             await pipeline.finish(gateway, context)

@@ -11,8 +11,8 @@ import orjson
 
 from headrace.errors import HeadraceError, InvalidRequestError, UpstreamError
 from headrace.gateway.kinds import told_error
-from headrace.gateway.sse import DONE, BrokenStreamError, EventFilter
-from headrace.gateway.usage import Usage, told
+from headrace.gateway.sse import DONE, EventFilter
+from headrace.gateway.usage import Usage, prompt_estimate, told
 from headrace.web.errors import error_event
 
 if TYPE_CHECKING:
@@ -69,8 +69,17 @@ async def attempt(gateway: Gateway, context: RequestContext, target: Target, wor
     except TimeoutError:
         raise AttemptError("timeout", f"no answer within {first_s:g} seconds") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        refused = isinstance(error, aiohttp.ClientConnectorError)
-        raise AttemptError("connect" if refused else "protocol", str(error)[:200]) from None
+        raise AttemptError(_reason(error), str(error)[:200] or type(error).__name__) from None
+
+
+def _reason(error: Exception) -> str:
+    import aiohttp
+
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "connect"
+    if isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)):
+        return "dropped"
+    return "protocol"
 
 
 async def _read(
@@ -100,8 +109,9 @@ async def _whole(context: RequestContext, response: aiohttp.ClientResponse) -> b
     if not isinstance(answer, dict) or not isinstance(answer.get(part), list) or not answer[part]:
         error = told_error(body)
         raise AttemptError("garbage", error[0] if error else f"the answer has no {part}")
-    size = len(answer[part]) if part == "choices" else 0
-    context.usage = told(answer.get("usage")) or Usage(context.prompt_tokens, size, estimated=True)
+    context.usage = told(answer.get("usage")) or Usage(
+        context.prompt_tokens, prompt_estimate({"input": answer.get("choices")}), estimated=True
+    )
     if context.fingerprint is not None:
         context.recorded = body
     return body
@@ -176,7 +186,7 @@ class RelayedStream:
         while not self._first and not self._filter.done and not self._at_end:
             self._first = await self._next()
             if self._filter.error is not None:
-                raise AttemptError("stream_error", self._filter.error)
+                raise AttemptError("stream", self._filter.error)
         if not self._first:
             raise AttemptError("garbage", "the stream ended before it had begun")
 
@@ -195,7 +205,7 @@ class RelayedStream:
             except TimeoutError:
                 problem = "the upstream fell silent, or the request took longer than it may"
                 break
-            except (aiohttp.ClientError, OSError, AttemptError) as error:
+            except (aiohttp.ClientError, OSError) as error:
                 if not self._filter.all_ended(self._context.choices):
                     problem = f"the upstream's stream broke: {str(error)[:200]}"
                 break
@@ -204,13 +214,10 @@ class RelayedStream:
         yield events + (DONE if problem is None else self._broken(problem))
 
     async def _next(self) -> bytes:
-        """What the client gets of the next bytes. Raises AttemptError for what is no event stream."""
+        """What the client gets of the next bytes."""
         data = await self._response.content.readany()
         self._at_end = not data
-        try:
-            return self._filter.feed(data or b"\n\n")  # the last event counts without its empty line too
-        except BrokenStreamError as error:
-            raise AttemptError("garbage", str(error)) from None
+        return self._filter.feed(data or b"\n\n")  # the last event counts without its empty line too
 
     def _broken(self, problem: str) -> bytes:
         self._gateway.failed(self._target, "mid_stream")

@@ -104,6 +104,12 @@ class Limits(_Strict):
     max_output: Count | None = None
     models: frozenset[Name] | None = None
 
+    @property
+    def count_anything(self) -> bool:
+        """Whether use must be counted to keep them."""
+        counting = (self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day, self.concurrency)
+        return self.budget_usd is not None or any(limit is not None for limit in counting)
+
 
 class Tenant(_Strict):
     """``limits`` hold for all of its keys together, ``key_limits`` for each of them."""

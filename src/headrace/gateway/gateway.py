@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import aiohttp
     from structlog.typing import FilteringBoundLogger
 
+_KEEP_ALIVE_S = 4.0  # shorter than the 5 s after which uvicorn, and so vLLM, closes idle connections
+
 Phase = Literal["ok", "draining"]
 
 
@@ -61,7 +63,7 @@ class Gateway:
 
         most = max(upstream.config.max_connections for upstream in self.upstreams.values())
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=most, keepalive_timeout=30),
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=most, keepalive_timeout=_KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
             trust_env=False,

@@ -67,12 +67,13 @@ class Quotas:
         self._owner = unique_id("gw")
 
     def reserve(self, request: str, scopes: Sequence[Scope], tokens: int, nano_usd: int) -> Reservation:
-        """Reserve for all scopes or for none.
+        """Reserve for all scopes or for none. Scopes without limits that count are not counted.
 
         ``nano_usd``: the most that the request can cost, in 1e-9 dollars. Raises LimitError (BudgetError for
         money) with the time to wait, and InvalidRequestError if waiting would not help.
         """
         now = self._clock()
+        scopes = [scope for scope in scopes if scope.limits.count_anything]
         made = Reservation(request, tuple(scope.name for scope in scopes), tokens, nano_usd, int(now))
         with self._store.transaction() as db:
             self._expire(db, now)
@@ -83,8 +84,7 @@ class Quotas:
                     "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (request, name, self._owner, now + self._lease_s, tokens, nano_usd, made.second),
                 )
-                _add(db, name, _REQUESTS, made.second, 1)
-                _add_use(db, name, made.second, tokens, nano_usd)
+                _add_use(db, name, made.second, tokens, nano_usd, requests=1)
         return made
 
     def settle(
@@ -203,20 +203,21 @@ def _tighter(one: Remaining | None, other: Remaining) -> Remaining:
     return other if one is None or other.remaining < one.remaining else one
 
 
-def _add_use(db: sqlite3.Connection, scope: str, second: int, tokens: int, nano_usd: int) -> None:
-    if tokens:
-        _add(db, scope, _TOKENS, second, tokens)
-        _add(db, scope, _DAY, _day(second)[0], tokens)
-    if nano_usd:
-        _add(db, scope, _COST_DAY, _day(second)[0], nano_usd)
-        _add(db, scope, _COST_MONTH, _month(second)[0], nano_usd)
-
-
-def _add(db: sqlite3.Connection, scope: str, measure: str, start: int, amount: int) -> None:
-    db.execute(
+def _add_use(
+    db: sqlite3.Connection, scope: str, second: int, tokens: int, nano_usd: int, requests: int = 0
+) -> None:
+    day, month = _day(second)[0], _month(second)[0]
+    rows = (
+        (scope, _REQUESTS, second, requests),
+        (scope, _TOKENS, second, tokens),
+        (scope, _DAY, day, tokens),
+        (scope, _COST_DAY, day, nano_usd),
+        (scope, _COST_MONTH, month, nano_usd),
+    )
+    db.executemany(
         "INSERT INTO spent VALUES (?, ?, ?, ?) "
         "ON CONFLICT (scope, measure, start) DO UPDATE SET amount = amount + excluded.amount",
-        (scope, measure, start, amount),
+        [row for row in rows if row[3]],
     )
 
 

@@ -42,14 +42,12 @@ async def relay(gateway: Gateway, context: RequestContext) -> None:
     """
     gateway.retry_budget.earn()
     tried: list[Target] = []
+    dropped: list[Target] = []
     failure: AttemptError | None = None
-    while True:
+    for number in range(gateway.config.retries.attempts):
         target = await balance(gateway, context, tried)
-        if target is None:
-            raise _nobody(context, failure)
-        if tried and (failure is None or not _again(gateway, context, len(tried))):
-            raise _nobody(context, failure)
-        tried.append(target)
+        if target is None or (number and not _again(gateway, context)):
+            break
         context.target = target
         work = target.upstream.begin(context.prompt_tokens + context.output_tokens)
         try:
@@ -58,6 +56,9 @@ async def relay(gateway: Gateway, context: RequestContext) -> None:
             work.end()
             failure = error
             gateway.failed(target, error.reason, passing=error.rested)
+            # A pooled connection may be closed just when it is used: one more chance for the same upstream.
+            again = error.reason == "dropped" and target not in dropped
+            (dropped if again else tried).append(target)
             continue
         except BaseException:
             work.end()
@@ -67,12 +68,11 @@ async def relay(gateway: Gateway, context: RequestContext) -> None:
             work.end()
             target.upstream.health.succeeded()
         return
+    raise _nobody(context, failure)
 
 
-def _again(gateway: Gateway, context: RequestContext, asked: int) -> bool:
-    if asked >= gateway.config.retries.attempts or time.monotonic() >= context.deadline:
-        return False
-    if not gateway.retry_budget.spend():
+def _again(gateway: Gateway, context: RequestContext) -> bool:
+    if time.monotonic() >= context.deadline or not gateway.retry_budget.spend():
         return False
     gateway.metrics.retries.inc()
     return True

@@ -10,11 +10,11 @@ from headrace.gateway.kinds import told_error
 from headrace.gateway.usage import Usage, told
 
 DONE = b"data: [DONE]\n\n"
-_MAX_EVENT_BYTES = 16 * 2**20
+_MAX_EVENT_BYTES = 4 * 2**20
 _MAX_RECORD_BYTES = 2**20
 
 
-class BrokenStreamError(Exception):
+class _BrokenError(Exception):
     """What came is no event stream of OpenAI's kind; the message says why."""
 
 
@@ -36,7 +36,7 @@ class EventFilter:
         self.usage: Usage | None = None
         self.chunks = 0  # events with content: about as many tokens
         self.done = False  # [DONE] has come
-        self.error: str | None = None
+        self.error: str | None = None  # what the upstream said, or what is broken
 
     @property
     def complete(self) -> bool:
@@ -55,7 +55,7 @@ class EventFilter:
         return b"".join([*self._record, DONE])
 
     def feed(self, data: bytes) -> bytes:
-        """The events that ``data`` completes. Raises BrokenStreamError."""
+        """The events that ``data`` completes, up to what is broken, of which ``error`` then tells."""
         buffer = self._rest + data if self._rest else data
         if b"\r" in buffer:
             # a CR at the end may be the first half of CRLF: it waits for what comes next
@@ -63,13 +63,16 @@ class EventFilter:
             whole = buffer[:-1] if held else buffer
             buffer = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
         *blocks, self._rest = buffer.split(b"\n\n")
-        if len(self._rest) > _MAX_EVENT_BYTES:
-            raise BrokenStreamError(f"an event is longer than {_MAX_EVENT_BYTES} bytes")
         out = []
-        for block in blocks:
-            if self.done or self.error is not None:
-                break
-            out.append(self._event(block))
+        try:
+            for block in blocks:
+                if self.done or self.error is not None:
+                    break
+                out.append(self._event(block))
+            if len(self._rest) > _MAX_EVENT_BYTES:
+                raise _BrokenError(f"an event is longer than {_MAX_EVENT_BYTES} bytes")
+        except _BrokenError as error:
+            self.error = f"the upstream's stream broke: {error}"
         return b"".join(out)
 
     def _event(self, block: bytes) -> bytes:
@@ -80,7 +83,7 @@ class EventFilter:
             fields = [line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")]
             if not fields:
                 if any(line and not line.startswith((b":", b"event:", b"id:", b"retry:")) for line in lines):
-                    raise BrokenStreamError("what came is no server-sent event")
+                    raise _BrokenError("what came is no server-sent event")
                 return b""  # a comment that keeps connections alive
             data = b"\n".join(fields)
         if data == b"[DONE]":
@@ -92,14 +95,14 @@ class EventFilter:
         try:
             chunk = orjson.loads(data)
         except orjson.JSONDecodeError:
-            raise BrokenStreamError("an event is not JSON") from None
+            raise _BrokenError("an event is not JSON") from None
         if not isinstance(chunk, dict):
-            raise BrokenStreamError("an event is not a JSON object")
+            raise _BrokenError("an event is not a JSON object")
         choices = chunk.get("choices")
         if not isinstance(choices, list):
             error = told_error(data)
             if error is None:
-                raise BrokenStreamError("an event has neither choices nor an error")
+                raise _BrokenError("an event has neither choices nor an error")
             self.error = error[0]
             return b""
         self._keep(data)
@@ -119,7 +122,7 @@ class EventFilter:
 
     def _follow(self, choice: Any) -> None:
         if not isinstance(choice, dict) or type(index := choice.get("index", 0)) is not int:
-            raise BrokenStreamError("a choice is not as OpenAI's are")
+            raise _BrokenError("a choice is not as OpenAI's are")
         if choice.get("finish_reason") is not None:
             self._open.discard(index)
             self._ended.add(index)
