@@ -123,6 +123,25 @@ def test_no_order_of_events_passes_a_limit_or_loses_a_count(steps: list[tuple[st
         assert held(store) == 1
 
 
+def test_a_settlement_that_fails_is_given_back_by_the_leases_end() -> None:
+    """A full disk, say: what is not renewed ends, though its gateway lives on."""
+    clock = Clock()
+    with quotas(clock) as (store, made):
+        scope = [Scope("tenant:a", Limits(concurrency=1))]
+        reservation = made.reserve("1", scope, 5, 0)
+
+        def fails(_: sqlite3.Connection) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        with pytest.raises(sqlite3.OperationalError):
+            made.settle(reservation, 5, 0, fails)
+        assert held(store) == 1
+        clock.now += 20
+        made.renew()
+        clock.now += 11
+        made.reserve("2", scope, 5, 0)
+
+
 def test_waiting_as_long_as_told_is_enough_and_not_too_long() -> None:
     clock = Clock()
     with quotas(clock) as (_, made):

@@ -27,6 +27,7 @@ def running(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> I
         "upstreams": {
             "one": {
                 "url": url,
+                "kind": "openai",
                 "api_key_env": "UPSTREAM_KEY",
                 "models": {"m": {"name": "noop", "context": 4096, "price": {"input": 2.0, "output": 8.0}}},
             }

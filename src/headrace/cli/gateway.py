@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import sys
@@ -15,7 +16,7 @@ import typer
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from headrace.gateway.config import GatewayConfig
     from headrace.gateway.keys import Keys
@@ -72,7 +73,8 @@ def create(
     if tenant not in settings.tenants:
         known = ", ".join(sorted(settings.tenants)) or "none yet"
         raise ConfigError(f"{config} has no tenant {tenant}; it has: {known}")
-    key, secret = _keys(settings).create(tenant, name)
+    with _keys(settings) as keys:
+        key, secret = keys.create(tenant, name)
     print(f"made {key.id} for {tenant}; its secret, shown only now:", file=sys.stderr)
     print(secret)
 
@@ -83,7 +85,8 @@ def list_keys(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
     """Show all keys, without their secrets."""
-    found = _keys(_read(config)).all()
+    with _keys(_read(config)) as keys:
+        found = keys.all()
     if as_json:
         json.dump([asdict(key) for key in found], sys.stdout, indent=2)
         print()
@@ -98,13 +101,15 @@ def list_keys(
 @keys_app.command()
 def rotate(config: Config, key: KeyId) -> None:
     """Give a key a new secret and print it; the old one ends at once."""
-    print(_keys(_read(config)).rotate(key))
+    with _keys(_read(config)) as keys:
+        print(keys.rotate(key))
 
 
 @keys_app.command()
 def revoke(config: Config, key: KeyId) -> None:
     """End a key for good."""
-    _keys(_read(config)).revoke(key)
+    with _keys(_read(config)) as keys:
+        keys.revoke(key)
     print(f"revoked {key}")
 
 
@@ -126,7 +131,8 @@ def usage(
     from headrace.gateway.store import Store
 
     since = 0.0 if days is None else time.time() - days * 86_400
-    found = sums(Store(settings.state), by, since=since, tenant=tenant)
+    with contextlib.closing(Store(settings.state)) as store:
+        found = sums(store, by, since=since, tenant=tenant)
     if as_json:
         json.dump([asdict(row) for row in found], sys.stdout, indent=2)
         print()
@@ -157,11 +163,13 @@ def _read(path: Path) -> GatewayConfig:
     return read_config(path)
 
 
-def _keys(settings: GatewayConfig) -> Keys:
+@contextlib.contextmanager
+def _keys(settings: GatewayConfig) -> Iterator[Keys]:
     from headrace.gateway.keys import Keys
     from headrace.gateway.store import Store
 
-    return Keys(Store(settings.state))
+    with contextlib.closing(Store(settings.state)) as store:
+        yield Keys(store)
 
 
 def _date(seconds: float | None) -> str:

@@ -66,6 +66,8 @@ async def attempt(gateway: Gateway, context: RequestContext, target: Target, wor
             except BaseException:
                 response.close()
                 raise
+    except aiohttp.ServerTimeoutError:
+        raise AttemptError("connect", f"no connection within {times.connect_s:g} seconds") from None
     except TimeoutError:
         raise AttemptError("timeout", f"no answer within {first_s:g} seconds") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -57,7 +57,7 @@ class UpstreamConfig(_Strict):
     """
 
     url: str
-    kind: Literal["headrace", "vllm", "llamacpp", "tgi", "openai"] = "openai"
+    kind: Literal["compatible", "headrace", "vllm", "llamacpp", "tgi", "openai"] = "compatible"
     models: Annotated[dict[Name, ServedModel], Field(min_length=1)]
     api_key_env: Variable | None = None
     credential_env: Variable | None = None

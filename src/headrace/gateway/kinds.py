@@ -39,13 +39,15 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
+    # Anything else that speaks OpenAI's API. It need not have a health route.
+    "compatible": Kind(probe="models"),
     "headrace": Kind(probe="/health/readiness"),
     "vllm": Kind(probe="/health"),
     # 503 while it loads its model, in /health as in every route.
     "llamacpp": Kind(probe="/health"),
     # 424 is its "generation failed".
     "tgi": Kind(probe="/health", failures=frozenset({424})),
-    # Has no health route. Its reasoning models refuse max_tokens, and all of its models take the newer name.
+    # Its reasoning models refuse max_tokens, and all of its models take the newer name.
     "openai": Kind(probe="models", renames=(("max_tokens", "max_completion_tokens"),)),
 }
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from headrace.errors import BudgetError, InvalidRequestError, LimitError
 from headrace.gateway.config import Limits
 from headrace.gateway.store import Store
-from headrace.web.ids import unique_id
 
 LEASE_S = 30.0
 NANO = 10**9
@@ -64,7 +63,7 @@ class Quotas:
         self._store = store
         self._clock = clock
         self._lease_s = lease_s
-        self._owner = unique_id("gw")
+        self._live: set[str] = set()  # requests whose leases are renewed
 
     def reserve(self, request: str, scopes: Sequence[Scope], tokens: int, nano_usd: int) -> Reservation:
         """Reserve for all scopes or for none. Scopes without limits that count are not counted.
@@ -81,10 +80,11 @@ class Quotas:
                 self._check(db, scope, made, now)
             for name in made.scopes:
                 db.execute(
-                    "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (request, name, self._owner, now + self._lease_s, tokens, nano_usd, made.second),
+                    "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?)",
+                    (request, name, now + self._lease_s, tokens, nano_usd, made.second),
                 )
                 _add_use(db, name, made.second, tokens, nano_usd, requests=1)
+        self._live.add(request)
         return made
 
     def settle(
@@ -97,6 +97,7 @@ class Quotas:
         """Put what was used in the place of what was reserved; ``record`` writes in the same transaction."""
         if reservation.settled:
             return
+        self._live.discard(reservation.request)  # if what follows fails, the lease's end gives back
         with self._store.transaction() as db:
             for name in reservation.scopes:
                 held = db.execute(
@@ -112,9 +113,10 @@ class Quotas:
     def renew(self) -> None:
         """Hold this gateway's leases for longer; to be called well within ``lease_s``."""
         with self._store.transaction() as db:
-            db.execute(
-                "UPDATE reservations SET expires_at = ? WHERE owner = ?",
-                (self._clock() + self._lease_s, self._owner),
+            until = self._clock() + self._lease_s
+            db.executemany(
+                "UPDATE reservations SET expires_at = ? WHERE request = ?",
+                [(until, request) for request in self._live],
             )
             oldest = int(self._clock()) - 2 * _MINUTE
             db.execute(

@@ -31,7 +31,7 @@ _MIGRATIONS = (
         "CREATE INDEX spent_start ON spent (measure, start)",
         # One row a scope of a request under way.
         """CREATE TABLE reservations (
-            request TEXT NOT NULL, scope TEXT NOT NULL, owner TEXT NOT NULL, expires_at REAL NOT NULL,
+            request TEXT NOT NULL, scope TEXT NOT NULL, expires_at REAL NOT NULL,
             tokens INTEGER NOT NULL, nano_usd INTEGER NOT NULL, second INTEGER NOT NULL,
             PRIMARY KEY (request, scope)
         ) WITHOUT ROWID""",
