@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import queue
@@ -13,13 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
-from tests.e2e.running import COMMAND, run
+from headrace.gateway.keys import Keys
+from headrace.gateway.ledger import By, usage
+from headrace.gateway.store import Store
+from tests.e2e.running import COMMAND
 from tests.lab.streaming_server import Behaviour, Exchange, Streamer
 
 
@@ -77,7 +82,7 @@ class RunningGateway:
     def __init__(self, config: dict[str, Any], folder: Path, env: dict[str, str] | None = None) -> None:
         self.file = folder / "gateway.yaml"
         self.file.write_text(yaml.safe_dump({"port": 0, **config}))
-        self.folder = folder
+        self.state = folder / "gateway-state"
         self._log = (folder / "log").open("ab")
         self.process = subprocess.Popen(
             [*COMMAND, "gateway", "run", str(self.file)],
@@ -98,9 +103,9 @@ class RunningGateway:
 
     def key(self, tenant: str) -> dict[str, str]:
         """A header with a new key of the tenant's."""
-        made = run("gateway", "keys", "create", str(self.file), "--tenant", tenant)
-        assert made.returncode == 0, made.stderr
-        return {"authorization": f"Bearer {made.stdout.strip()}"}
+        with contextlib.closing(Store(self.state)) as store:
+            _, secret = Keys(store).create(tenant)
+        return {"authorization": f"Bearer {secret}"}
 
     def chat(self, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         """A chat of one message."""
@@ -125,11 +130,10 @@ class RunningGateway:
             assert time.monotonic() < deadline, self.client.get("/metrics").text
             time.sleep(0.02)
 
-    def usage(self, by: str = "tenant") -> dict[str, dict[str, Any]]:
-        """The ledger's sums, as the command prints them."""
-        printed = run("gateway", "usage", str(self.file), "--by", by, "--json")
-        assert printed.returncode == 0, printed.stderr
-        return {row["group"]: row for row in json.loads(printed.stdout)}
+    def usage(self, by: By = "tenant") -> dict[str, dict[str, Any]]:
+        """The ledger's sums."""
+        with contextlib.closing(Store(self.state)) as store:
+            return {row.group: asdict(row) for row in usage(store, by)}
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
         """Send a signal and wait; the exit status."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from headrace.gateway.cache import AnswerCache
 from headrace.gateway.config import CacheSettings
+from tests.e2e.running import run
 from tests.gateway.running import RunningGateway, Upstreams, decent, events, gateway, text_of
 from tests.gateway.test_balance import waits_for
 from tests.lab.streaming_server import Exchange, Streamer
@@ -156,7 +158,7 @@ def test_it_survives_a_restart_and_the_ledger_says_what_it_saved(
         assert made.stop() == 0
     with gateway(config(url), tmp_path) as made:
         assert made.chat(key, temperature=0).headers[STATE] == "hit"
-        row = made.usage("model")["m"]
+        [row] = json.loads(run("gateway", "usage", str(made.file), "--by", "model", "--json").stdout)
         assert (row["requests"], row["cache_hits"], row["completion_tokens"]) == (2, 1, 6)
         assert row["cost_usd"] == pytest.approx(3 * 5e-6)
 

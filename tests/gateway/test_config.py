@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
 from tests.e2e.running import run
 
@@ -33,18 +34,33 @@ tenants:
         ("tenants:", "aliases: {x: none}\ntenants:", "x stands for none, which no upstream has"),
         ("concurrency: 2", "models: [other]", "acme may use other, which no upstream has"),
         ("    url:", "    kind: magic\n    url:", "gateway.yaml:4: upstreams.a.kind"),
+        ("    url:", "    credential_env: X\n    url:", "for upstreams of kind headrace"),
+    ],
+)
+def test_a_mistake_is_said_with_its_line(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / "gateway.yaml"
+    assert old in GOOD
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(ConfigError) as error:
+        read_config(path)
+    assert said in error.value.message
+    assert "secret@" not in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("concurrency: 2", "concurency: 2", "gateway.yaml:8: tenants.acme.limits.concurency"),
         ("    url:", "    api_key_env: HEADRACE_NO_SUCH_KEY\n    url:", "HEADRACE_NO_SUCH_KEY must be set"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_where(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_the_command_ends_with_one_line(tmp_path: Path, old: str, new: str, said: str) -> None:
     path = tmp_path / "gateway.yaml"
-    assert old in GOOD
     path.write_text(GOOD.replace(old, new))
     ended = run("gateway", "run", str(path), "--port", "0")
     assert ended.returncode == 1
     assert said in ended.stderr
     assert ended.stderr.count("\n") == 1, ended.stderr
-    assert "secret@" not in ended.stderr
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import socket
@@ -14,6 +15,8 @@ import httpx
 import openai
 import pytest
 
+from headrace.gateway.keys import Keys
+from headrace.gateway.store import Store
 from tests.gateway.running import RunningGateway, Upstreams, decent, events, gateway, text_of
 from tests.lab.streaming_server import Exchange, Streamer
 
@@ -125,10 +128,9 @@ def test_keys_are_asked_for(running: Fixture) -> None:
         assert made.client.get("/v1/models", headers=wrong).status_code == 401
     revoked = made.key("acme")
     assert made.chat(revoked).status_code == 200
-    from tests.e2e.running import run
-
-    keys = json.loads(run("gateway", "keys", "list", str(made.file), "--json").stdout)
-    run("gateway", "keys", "revoke", str(made.file), keys[-1]["id"])
+    with contextlib.closing(Store(made.state)) as store:
+        keys = Keys(store)
+        keys.revoke(keys.all()[-1].id)
     assert made.chat(revoked).status_code == 401
 
 
