@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -79,13 +79,19 @@ class Upstreams:
 class RunningGateway:
     """``headrace gateway run`` on ``config``, whose state lies in ``folder``."""
 
-    def __init__(self, config: dict[str, Any], folder: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        folder: Path,
+        env: dict[str, str] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
         self.file = folder / "gateway.yaml"
         self.file.write_text(yaml.safe_dump({"port": 0, **config}))
         self.state = folder / "gateway-state"
         self._log = (folder / "log").open("ab")
         self.process = subprocess.Popen(
-            [*COMMAND, "gateway", "run", str(self.file)],
+            [*COMMAND, "gateway", "run", str(self.file), *arguments],
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=os.environ | (env or {}),
@@ -152,10 +158,10 @@ class RunningGateway:
 
 @contextmanager
 def gateway(
-    config: dict[str, Any], folder: Path, env: dict[str, str] | None = None
+    config: dict[str, Any], folder: Path, env: dict[str, str] | None = None, arguments: Sequence[str] = ()
 ) -> Iterator[RunningGateway]:
     """A gateway that is ready, and gone afterwards."""
-    running = RunningGateway(config, folder, env)
+    running = RunningGateway(config, folder, env, arguments)
     try:
         yield running
     finally:

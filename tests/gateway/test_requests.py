@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import gzip
 import json
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +21,7 @@ import pytest
 
 from headrace.gateway.keys import Keys
 from headrace.gateway.store import Store
-from tests.gateway.running import RunningGateway, Upstreams, decent, events, gateway, text_of
+from tests.gateway.running import RunningGateway, Upstreams, decent, events, gateway, is_error_stream, text_of
 from tests.lab.streaming_server import Exchange, Streamer
 
 Fixture = tuple[RunningGateway, Streamer, dict[str, str]]
@@ -245,8 +249,6 @@ def test_a_client_that_leaves_frees_everything(running: Fixture) -> None:
     made, streamer, headers = running
 
     async def slow(exchange: Exchange) -> None:
-        import asyncio
-
         exchange.begin()
         for event in exchange.events(["word "] * 1000):
             await exchange.send(event)
@@ -292,3 +294,30 @@ def test_draining_ends_what_runs_and_exits_with_0(upstreams: Upstreams, tmp_path
     with gateway(config, tmp_path) as made:
         assert text_of(made.chat(stream=True)) == "word0 word1 word2 "
         assert made.stop() == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_drains_too_long_is_told_so(upstreams: Upstreams, tmp_path: Path, stream: bool) -> None:
+    begun = threading.Event()
+
+    async def endless(exchange: Exchange) -> None:
+        if stream:
+            exchange.begin()
+            await exchange.send(exchange.events(["word"])[0])
+        begun.set()
+        await asyncio.sleep(60)
+
+    _, url = upstreams.start(endless)
+    config = {"upstreams": {"one": {"url": url, "models": {"m": {}}}}, "authentication": "none"}
+    with (
+        gateway(config, tmp_path, arguments=["--drain-timeout", "0.1"]) as made,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(made.chat, stream=stream)
+        assert begun.wait(20)
+        if stream:
+            made.wait(lambda: made.metric("upstream_requests")['upstream="one"'] == 1)
+        made.process.send_signal(signal.SIGTERM)
+        answer = asked.result(20)
+        assert answer.status_code == 502 or (stream and is_error_stream(answer))
+        assert made.process.wait(20) == 0

@@ -129,6 +129,7 @@ class GatewayApp:
         body = await read_body(request, config.max_body_mib * 2**20, config.read_timeout_s)
         route = _GENERATING[request.scope["path"]]
         context = RequestContext(own_id, route, request.headers, body, deadline)
+        gateway.live.add(context)
         try:
             await while_connected(request.receive, pipeline.answer(gateway, context))
             if isinstance(context.answer, bytes):
@@ -145,6 +146,7 @@ class GatewayApp:
             await pipeline.finish(gateway, context)  # a client that is slow to read this holds no place
             await refused(request.scope, request.receive, send)
         finally:
+            gateway.live.discard(context)
             await pipeline.finish(gateway, context)
             request.scope["state"]["log"].update(_line(context))
 

@@ -51,7 +51,8 @@ async def attempt(gateway: Gateway, context: RequestContext, target: Target, wor
     times = target.upstream.config.timeouts
     first_s = times.first_byte_s if context.stream else times.answer_s
     try:
-        async with asyncio.timeout(max(min(first_s, context.deadline - time.monotonic()), 0.0)):
+        wait_s = max(min(first_s, context.deadline - time.monotonic()), 0.0)
+        async with asyncio.timeout(wait_s) as context.patience:
             response = await gateway.session.post(
                 f"{target.upstream.config.url}/{context.route}",
                 data=target.upstream.kind.body(
@@ -69,7 +70,7 @@ async def attempt(gateway: Gateway, context: RequestContext, target: Target, wor
     except aiohttp.ServerTimeoutError:
         raise AttemptError("connect", f"no connection within {times.connect_s:g} seconds") from None
     except TimeoutError:
-        raise AttemptError("timeout", f"no answer within {first_s:g} seconds") from None
+        raise AttemptError("timeout", f"no answer within {wait_s:.3g} seconds") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise AttemptError(_reason(error), str(error)[:200] or type(error).__name__) from None
 
@@ -202,7 +203,7 @@ class RelayedStream:
                 events = b""
             try:
                 wait_s = min(self._idle_s, self._context.deadline - time.monotonic())
-                async with asyncio.timeout(max(wait_s, 0.0)):
+                async with asyncio.timeout(max(wait_s, 0.0)) as self._context.patience:
                     events = await self._next()
             except TimeoutError:
                 problem = "the upstream fell silent, or the request took longer than it may"

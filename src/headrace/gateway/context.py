@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ class Stream(Protocol):
     async def aclose(self) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestContext:
     """What is known of a request."""
 
@@ -68,6 +70,7 @@ class RequestContext:
 
     # relay, or cache on a hit
     target: Target | None = None
+    patience: asyncio.Timeout | None = None  # with the upstream, while it is waited for
     usage: Usage | None = None
     answer: bytes | Stream | None = None
 
@@ -75,3 +78,10 @@ class RequestContext:
     nano_usd: int = 0
     outcome: Outcome = "failed"
     settled: bool = False
+
+    def cut_short(self) -> None:
+        """The gateway ends: whatever is waited for counts as late, so that the client is told."""
+        self.deadline = time.monotonic()
+        if self.patience is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                self.patience.reschedule(asyncio.get_running_loop().time())

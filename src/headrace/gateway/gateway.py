@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import aiohttp
     from structlog.typing import FilteringBoundLogger
 
+    from headrace.gateway.context import RequestContext
+
 _KEEP_ALIVE_S = 4.0  # shorter than the 5 s after which uvicorn, and so vLLM, closes idle connections
 
 Phase = Literal["ok", "draining"]
@@ -45,6 +47,7 @@ class Gateway:
         self.keys = Keys(self.store)
         self.quotas = Quotas(self.store)
         self.cache = AnswerCache(config.state, config.cache) if config.cache.enabled else None
+        self.live: set[RequestContext] = set()
         self.admissions = Admissions(config.admission)
         self.affinity = Affinity()
         self.retry_budget = RetryBudget(config.retries.budget)

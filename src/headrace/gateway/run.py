@@ -62,11 +62,13 @@ async def _live(
 
 
 async def _drain(gateway: Gateway, timeout_s: float) -> None:
-    admissions = gateway.admissions
-    gateway.log.info("draining", in_flight=admissions.running, timeout_s=timeout_s)
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while admissions.running or admissions.waiting:
-        if asyncio.get_running_loop().time() > deadline:
-            gateway.log.warning("drain timeout: aborting requests", in_flight=admissions.running)
-            return
+    gateway.log.info("draining", in_flight=len(gateway.live), timeout_s=timeout_s)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while gateway.live and loop.time() < deadline:
+        await asyncio.sleep(_LOOK_S)
+    if gateway.live:
+        gateway.log.warning("drain timeout: aborting requests", in_flight=len(gateway.live))
+        for context in gateway.live:
+            context.cut_short()
         await asyncio.sleep(_LOOK_S)
