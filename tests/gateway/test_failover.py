@@ -7,6 +7,7 @@ import concurrent.futures
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -269,6 +270,18 @@ def test_an_upstream_that_keeps_failing_is_ejected_and_comes_back(
         bad.behaviour = decent
         made.wait(lambda: made.metric("upstream_share")['upstream="bad"'] == 1.0)
         assert made.chat().headers["x-headrace-upstream"] == "bad"
+
+
+def test_clients_are_not_told_where_upstreams_are(tmp_path: Path) -> None:
+    config = {
+        "upstreams": {"secret-host": {"url": "http://127.0.0.1:9/v1", "models": {"m": {}}}},
+        "authentication": "none",
+    }
+    with gateway(config, tmp_path) as made:
+        answer = made.chat()
+        assert answer.status_code == 502
+        assert "no connection" in answer.json()["error"]["message"]
+        assert "127.0.0.1" not in answer.text
 
 
 def test_probes_find_a_dead_upstream_before_requests_do(

@@ -72,7 +72,19 @@ async def attempt(gateway: Gateway, context: RequestContext, target: Target, wor
     except TimeoutError:
         raise AttemptError("timeout", f"no answer within {wait_s:.3g} seconds") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise AttemptError(_reason(error), str(error)[:200] or type(error).__name__) from None
+        # what happened has our addresses in it: it is for the log
+        reason = _reason(error)
+        gateway.log.warning(
+            "attempt failed", request_id=context.id, upstream=target.upstream.name, error=repr(error)
+        )
+        raise AttemptError(reason, _TOLD[reason]) from None
+
+
+_TOLD = {
+    "connect": "no connection could be made",
+    "dropped": "it closed the connection",
+    "protocol": "its answer broke off, or was no HTTP",
+}
 
 
 def _reason(error: Exception) -> str:
@@ -208,9 +220,9 @@ class RelayedStream:
             except TimeoutError:
                 problem = "the upstream fell silent, or the request took longer than it may"
                 break
-            except (aiohttp.ClientError, OSError) as error:
+            except (aiohttp.ClientError, OSError):
                 if not self._filter.all_ended(self._context.choices):
-                    problem = f"the upstream's stream broke: {str(error)[:200]}"
+                    problem = "the upstream's stream broke off"
                 break
         if problem is None and not self._filter.complete:
             problem = self._filter.error or "the upstream's stream ended before the answer did"
