@@ -7,6 +7,7 @@ Identical requests at the same time are asked once: the others wait for that one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import sqlite3
 import time
@@ -53,13 +54,16 @@ class AnswerCache:
             raise ConfigError(f"the cache {path} cannot be used ({error}); it may be deleted") from None
 
     def get(self, fingerprint: bytes) -> bytes | None:
-        """The answer, unless it is too old."""
+        """The answer, unless it is too old, or cannot be read."""
         now = time.time()
-        row = self._db.execute(
-            "UPDATE answers SET used_at = ? WHERE fingerprint = ? AND stored_at > ? RETURNING answer",
-            (now, fingerprint, now - self.settings.ttl_s),
-        ).fetchall()
-        return bytes(row[0][0]) if row else None
+        try:
+            rows = self._db.execute(
+                "UPDATE answers SET used_at = ? WHERE fingerprint = ? AND stored_at > ? RETURNING answer",
+                (now, fingerprint, now - self.settings.ttl_s),
+            ).fetchall()
+        except sqlite3.Error:
+            return None
+        return bytes(rows[0][0]) if rows else None
 
     def put(self, fingerprint: bytes, answer: bytes) -> None:
         """Keep an answer, if it is not too large, and make room for it."""
@@ -97,7 +101,8 @@ class AnswerCache:
     def land(self, fingerprint: bytes, answer: bytes | None) -> None:
         """The request is over, with an answer or without."""
         if answer is not None:
-            self.put(fingerprint, answer)
+            with contextlib.suppress(sqlite3.Error):  # a full disk, say: the answer itself is good
+                self.put(fingerprint, answer)
         flight = self._flights.pop(fingerprint, None)
         if flight is not None and not flight.done():
             flight.set_result(answer is not None)
