@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.backend.batch import BLOCK_SIZE
+from headrace.backend.kv_format import check_kv_cache_dtype
 from headrace.backend.runner import RunnerSettings
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from headrace.engine.engine import Engine
@@ -94,6 +96,7 @@ def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: 
             param="max_num_batched_tokens",
         )
     settings = _runner_settings(num_blocks, max_model_len, scheduler, model.threads, model.device)
+    settings = dataclasses.replace(settings, kv_cache_dtype=cache.kv_cache_dtype)
     if model.backend == "cpu":  # torch asks its own device
         check_memory(checkpoint, model, settings)
     runner = open_runner(checkpoint, model.backend, settings)
@@ -102,7 +105,7 @@ def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: 
 
 def blocks_in_pool(architecture: Architecture, cache: CacheConfig) -> int:
     """Blocks in each KV group that ``kv_cache_memory_bytes`` pays for. Raises ConfigError if not even one."""
-    size = block_bytes(architecture)
+    size = block_bytes(architecture, cache.kv_cache_dtype)
     num_blocks = cache.kv_cache_memory_bytes // size
     if num_blocks < 1:
         raise ConfigError(
@@ -140,6 +143,7 @@ def check_cache_config(cache: CacheConfig) -> None:
     _whole("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1)
     _one_of("enable_prefix_caching", cache.enable_prefix_caching, (True, False))
     _seconds_or_size("swap_space", cache.swap_space)
+    check_kv_cache_dtype(cache.kv_cache_dtype)
 
 
 def check_scheduler_config(scheduler: SchedulerConfig) -> None:

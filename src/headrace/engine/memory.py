@@ -6,31 +6,27 @@ from pathlib import Path
 
 import psutil
 
-from headrace.backend.batch import BLOCK_SIZE
+from headrace.backend.kv_format import KVCacheDtype, kv_block_bytes
 from headrace.backend.runner import RunnerSettings
 from headrace.engine.config import ModelConfig
 from headrace.errors import OutOfMemoryError
 from headrace.model.architecture import Architecture
 from headrace.model.checkpoint import Checkpoint
 
-KV_BYTES_PER_VALUE = 2  # bfloat16
 _NARROWED = {"int8": 9 / 16, "int4": 5 / 16}  # of 16-bit weights: codes and one scale for each group
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 _FIXED_BYTES = 64 * 2**20  # interpreter, tables, program
 
 
-def block_bytes(architecture: Architecture) -> int:
+def block_bytes(architecture: Architecture, kv_cache_dtype: KVCacheDtype = "auto") -> int:
     """Bytes of one block in every KV group: K and V of 16 tokens in all layers."""
-    return sum(
-        2 * KV_BYTES_PER_VALUE * group.kv_heads * group.head_dim * BLOCK_SIZE * len(group.layers)
-        for group in architecture.kv_groups
-    )
+    return sum(kv_block_bytes(group, kv_cache_dtype) for group in architecture.kv_groups)
 
 
 def check_memory(checkpoint: Checkpoint, model: ModelConfig, settings: RunnerSettings) -> None:
     """Raise OutOfMemoryError if weights, KV pool and scratch will not fit into what is available."""
     weights = weight_bytes(checkpoint.path) * _NARROWED.get(model.quantization or "", 1.0)
-    pool = settings.num_blocks * block_bytes(checkpoint.architecture)
+    pool = settings.num_blocks * block_bytes(checkpoint.architecture, settings.kv_cache_dtype)
     needed = int(weights) + pool + scratch_bytes(checkpoint.architecture, settings) + _FIXED_BYTES
     available = available_bytes()
     if needed > available:
