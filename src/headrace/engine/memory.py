@@ -18,15 +18,21 @@ _WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 _FIXED_BYTES = 64 * 2**20  # interpreter, tables, program
 
 
+def group_block_bytes(architecture: Architecture, kv_cache_dtype: KVCacheDtype = "auto") -> list[int]:
+    """Bytes of one block in each KV group: K and V of 16 tokens in its layers."""
+    return [kv_block_bytes(group, kv_cache_dtype) for group in architecture.kv_groups]
+
+
 def block_bytes(architecture: Architecture, kv_cache_dtype: KVCacheDtype = "auto") -> int:
-    """Bytes of one block in every KV group: K and V of 16 tokens in all layers."""
-    return sum(kv_block_bytes(group, kv_cache_dtype) for group in architecture.kv_groups)
+    """Bytes of one block in every KV group."""
+    return sum(group_block_bytes(architecture, kv_cache_dtype))
 
 
 def check_memory(checkpoint: Checkpoint, model: ModelConfig, settings: RunnerSettings) -> None:
     """Raise OutOfMemoryError if weights, KV pool and scratch will not fit into what is available."""
     weights = weight_bytes(checkpoint.path) * _NARROWED.get(model.quantization or "", 1.0)
-    pool = settings.num_blocks * block_bytes(checkpoint.architecture, settings.kv_cache_dtype)
+    sizes = group_block_bytes(checkpoint.architecture, settings.kv_cache_dtype)
+    pool = sum(settings.blocks_of(group) * size for group, size in enumerate(sizes))
     needed = int(weights) + pool + scratch_bytes(checkpoint.architecture, settings) + _FIXED_BYTES
     available = available_bytes()
     if needed > available:

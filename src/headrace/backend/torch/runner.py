@@ -45,11 +45,12 @@ class TorchRunner:
         if settings.threads > 0:
             torch.set_num_threads(settings.threads)
         self._kv_cache_dtype = settings.kv_cache_dtype
+        num_blocks = max(settings.group_blocks, default=settings.num_blocks)
         _refuse_what_does_not_fit(
-            self.architecture, settings.num_blocks, self._device, self._dtype, self._kv_cache_dtype
+            self.architecture, num_blocks, self._device, self._dtype, self._kv_cache_dtype
         )
         self._weights: dict[str, torch.Tensor] | None = _load(checkpoint, self._device, self._dtype)
-        self._kv: TorchKV | None = self._new_kv(settings.num_blocks)
+        self._kv: TorchKV | None = self._new_kv(num_blocks)
         dtype_name = str(self._dtype).removeprefix("torch.")
         kv_dtype = dtype_name if self._kv_cache_dtype == "auto" else self._kv_cache_dtype
         isa = device_name(self._device)

@@ -57,12 +57,22 @@ async def ask(
 
     answer = _Answer(record, now)
     record.sent_s = now()
+    old = _Reused()
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            session.post(url, data=body, headers=headers, allow_redirects=False) as response,
-        ):
-            await answer.read(response)
+        async with asyncio.timeout(timeout_s):
+            while True:
+                old.reused = False
+                try:
+                    async with session.post(
+                        url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=old
+                    ) as response:
+                        await answer.read(response)
+                    break
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                    # A server may close a connection that is kept open just when it is used again (RFC 9112,
+                    # 9.3); of such connections there are finitely many.
+                    if not old.reused or answer.begun:
+                        raise
     except TimeoutError:
         record.error = "timeout"
         record.detail = (
@@ -84,6 +94,25 @@ async def ask(
     return "".join(answer.text)
 
 
+class _Reused:
+    """Whether a request went out on a connection that an earlier one had opened."""
+
+    reused = False
+
+
+def connection_trace() -> aiohttp.TraceConfig:
+    """Of a session whose requests :func:`ask` sends: lets it try again what met a connection just closed."""
+    import aiohttp
+
+    async def note(session: object, context: Any, params: object) -> None:
+        if isinstance(context.trace_request_ctx, _Reused):
+            context.trace_request_ctx.reused = True
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(note)
+    return trace
+
+
 def _words(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:_DETAIL]
 
@@ -93,12 +122,14 @@ class _Answer:
 
     def __init__(self, record: Record, now: Callable[[], float]) -> None:
         self.text: list[str] = []
+        self.begun = False
         self._record = record
         self._now = now
         self._done = False
         self._events = 0
 
     async def read(self, response: aiohttp.ClientResponse) -> None:
+        self.begun = True
         if response.status != 200:
             status = response.status
             kind = ERROR_OF_STATUS.get(status, "server_error" if status >= 500 else "bad_request")
