@@ -82,9 +82,9 @@ enum class KvFormat : int32_t { kBf16 = 0, kInt8 = 1 };
 // One KV head's part of a block of 16 slots. bf16: K as [head_dim / 2][16 slots][2], then V as [8 pairs of
 // slots][head_dim][2].
 //
-// int8: K as [head_dim / 4, rounded up][16 slots][4], each byte 128 too large, then V as [4 fours of
-// slots][head_dim][4], then the float scales of the slots' keys and of their values. A scale belongs to one
-// slot and is fixed when that slot is written.
+// int8: K, rotated (rope says how), as [head_dim / 4, rounded up][16 slots][4], each byte 128 too large, then
+// V as [4 fours of slots][head_dim][4], then the float scales of the slots' keys and of their values. A scale
+// belongs to one slot and is fixed when that slot is written.
 struct Int8Kv {
   static size_t key_bytes(int head_dim) { return static_cast<size_t>(16) * ((head_dim + 3) / 4 * 4); }
   static size_t scale_offset(int head_dim) {
@@ -121,7 +121,7 @@ struct RopeArgs {  // q/k norm, rotation, scaling of q, and the KV write, for on
   const float* angles;  // per token: cos[rope_dim/2], sin[rope_dim/2]; null = no rotation
   uint8_t* kv;          // this layer's part of block 0
   size_t block_stride;  // bytes between blocks
-  KvFormat kv_format;
+  KvFormat kv_format;   // int8: q is left rotated as K is
   const int32_t* slots;
 };
 

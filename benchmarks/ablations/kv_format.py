@@ -2,13 +2,13 @@
 
 ``python benchmarks/ablations/kv_format.py [--model smollm2-135m] [--runs 7] [--quick]``, on a quiet machine.
 
-Speed: steps of decoding, of one sequence at a long context and of sixteen. Both formats are loaded at once and
-take turns, so that a busy moment of the machine hits both; medians are compared.
+Speed: steps of decoding, of one sequence at a long context and of sixteen. Both formats are loaded at once
+and take turns, so that a busy moment of the machine hits both; medians are compared.
 
 Distance: all positions of texts that begin with a sentence of ours and go on as the model does, greedily, in
-float32. Per position: the KL divergence of float32 to the format, and whether the likeliest token is the same.
-Once with all else in float32 (torch: what the format itself costs), once as served (cpu: the rounding of
-activations is in it).
+float32. Per position: the KL divergence of float32 to the format, and whether the likeliest token is the
+same. Once with all else in float32 (torch: what the format itself costs), once as served (cpu: the rounding
+of activations is in it).
 """
 
 from __future__ import annotations

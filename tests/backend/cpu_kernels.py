@@ -185,6 +185,10 @@ class KVPool:
         self._values()[block, :, at // 2, :, at % 2] = bf16_bits(v)
         return bf16(k).astype(np.float64), bf16(v).astype(np.float64)
 
+    def queries(self, q: Float32) -> Float32:
+        """``q [..., head_dim]`` as attention takes it."""
+        return q
+
 
 class Int8Pool:
     """The same in int8; scales that are not written are NaN."""
@@ -203,7 +207,7 @@ class Int8Pool:
     def write(self, slots: NDArray[np.int64], k: Float32, v: Float32) -> tuple[Float64, Float64]:
         """Keep ``k``, ``v [slots, kv_heads, head_dim]``; what they are then."""
         block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        (k_codes, k_scale), (v_codes, v_scale) = _int8(k), _int8(v)
+        (k_codes, k_scale), (v_codes, v_scale) = _int8(rotated(k)), _int8(v)
         keys = self._parts["k"].reshape(-1, self.kv_heads, -(-self.head_dim // 4), 16, 4)
         padded_codes = np.full((len(slots), self.kv_heads, keys.shape[2] * 4), -1)
         padded_codes[..., : self.head_dim] = k_codes
@@ -216,7 +220,29 @@ class Int8Pool:
         )
         self._parts["scales"][block, :, 0, at] = k_scale[..., 0]
         self._parts["scales"][block, :, 1, at] = v_scale[..., 0]
-        return k_codes * k_scale.astype(np.float64), v_codes * v_scale.astype(np.float64)
+        keys_kept = rotated(k_codes * k_scale.astype(np.float64)) / rotation_block(self.head_dim)
+        return keys_kept, v_codes * v_scale.astype(np.float64)
+
+    def queries(self, q: Float32) -> Float32:
+        """``q [..., head_dim]`` as attention takes it: rotated as the keys are."""
+        return rotated(q) / np.float32(rotation_block(self.head_dim))
+
+
+def rotation_block(head_dim: int) -> int:
+    """The largest power of two that divides ``head_dim``."""
+    return head_dim & -head_dim
+
+
+def rotated(x: NDArray[Any]) -> NDArray[Any]:
+    """Blocks of the last axis times the Walsh-Hadamard matrix, not normalised, neighbours first."""
+    half = 1
+    with np.errstate(invalid="ignore", over="ignore"):
+        while half < rotation_block(x.shape[-1]):
+            pairs = x.reshape(*x.shape[:-1], -1, 2, half)
+            first, second = pairs[..., 0, :], pairs[..., 1, :]
+            x = np.stack([first + second, first - second], -2).reshape(x.shape)
+            half *= 2
+    return x
 
 
 def _int8(x: Float32) -> tuple[NDArray[np.int64], Float32]:

@@ -55,7 +55,8 @@ class Case:
         self.positions = np.arange(s.context - s.rows, s.context, dtype=np.int32)
 
     def run(self, isa: str, rows: slice = slice(None)) -> Float32:
-        s, q = self.shape, self.q[rows]
+        s = self.shape
+        q = self.pool.queries(self.q[rows].reshape(-1, self.heads, s.head_dim)).reshape(-1, self.q.shape[1])
         out = np.full_like(q, np.nan)
         arrays = (self.pool.data, self.table, np.ascontiguousarray(self.positions[rows]))
         settings = (s.window, s.softcap)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.backend.batch import Float32
 from headrace.backend.cpu import _native
-from tests.backend.cpu_kernels import POOLS, Float64, Int8Pool, KVPool, bf16_bits, random_shapes
+from tests.backend.cpu_kernels import POOLS, Float64, Int8Pool, KVPool, bf16_bits, random_shapes, rotated
 
 pytestmark = pytest.mark.native
 
@@ -163,7 +163,7 @@ def test_rotation_and_kv_write(
     scale: float,
     seed: int,
 ) -> None:
-    """Unfused float32 products: equal to numpy's in every bit, and so is their rounding to bf16 or int8.
+    """Unfused float32 products and sums: equal to numpy's in every bit, and so is what is kept of them.
 
     Unwritten slots keep what they had: a kernel that spills overwrites a neighbour's cache.
     """
@@ -182,6 +182,8 @@ def test_rotation_and_kv_write(
     turned[:, : heads + kv_heads, : rope_dim // 2] = first * cos - second * sin
     turned[:, : heads + kv_heads, rope_dim // 2 : rope_dim] = second * cos + first * sin
     turned[:, :heads] *= np.float32(scale)
+    q = POOLS[kv](1, kv_heads, head_dim).queries(turned[:, :heads])
+    k = rotated(turned[:, heads : heads + kv_heads]) if kv == "int8" else turned[:, heads : heads + kv_heads]
 
     blocks = -(-tokens // 16) + 2
     slots = rng.permutation(blocks * 16)[:tokens]
@@ -191,7 +193,7 @@ def test_rotation_and_kv_write(
     written = (pool.data, slots.astype(np.int32))
     _native.rope(isa, got, heads, kv_heads, turns, scale, *written, int8=pool.int8)
     np.testing.assert_array_equal(
-        got.reshape(qkv.shape)[:, : heads + kv_heads], turned[:, : heads + kv_heads]
+        got.reshape(qkv.shape)[:, : heads + kv_heads], np.concatenate([q, k], axis=1)
     )
     np.testing.assert_array_equal(pool.data, expected.data)
 
