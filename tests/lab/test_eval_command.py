@@ -94,6 +94,17 @@ def test_an_honest_8_bit_model_passes_the_gate(models: Path, evaluate: Evaluate,
     assert json.loads(output.read_text()) == report
 
 
+def test_what_keys_and_values_in_int8_cost(models: Path, evaluate: Evaluate, tmp_path: Path) -> None:
+    good, output = str(models / "good"), tmp_path / "eval.json"
+    narrow = ("--kv-cache-dtype", "int8", "--suite", "perplexity", "-o", str(output))
+    done = evaluate(good, "--against", good, *narrow)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    report = json.loads(output.read_text())
+    assert report["context"]["model"]["kv_cache_dtype"] == "int8"
+    assert report["context"]["against"]["kv_cache_dtype"] == "auto"
+    assert 0 < report["suites"]["perplexity"]["result"]["divergence"]["kl"]["value"] < 0.005
+
+
 def test_a_damaged_model_is_refused_and_what_fell_is_named(models: Path, evaluate: Evaluate) -> None:
     arguments = ["--against", str(models / "good"), "--gate", str(models / "gate.yaml")]
     done = evaluate(str(models / "damaged"), *arguments, "--suite", "perplexity,hellaswag")
