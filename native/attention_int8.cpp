@@ -7,8 +7,10 @@ namespace headrace {
 namespace HR_ISA {
 namespace {
 
-constexpr float kSmallest = 1e-35f;    // nothing larger counts as zeros: 127 / x must not overflow
-constexpr float kFineKeys = 254.0f;    // a query is scale * (254 * coarse + fine), both in -127 ... 127
+constexpr float kSmallest = 1e-35f;  // nothing larger counts as zeros: 127 / x must not overflow
+// A query is scale * (126 * coarse + fine), both in -63 ... 63: two products with unsigned bytes then fit 16
+// bits.
+constexpr float kQueryDigit = 63.0f, kFineKeys = 126.0f;
 constexpr float kFineValues = 127.0f;  // a weight is step * (127 * coarse + fine), both in 0 ... 127
 
 struct Int8Query {
@@ -37,8 +39,8 @@ HR_INLINE void score_blocks(const Int8Query* q, const uint8_t* const* kv, int he
     HR_UNROLL for (int b = 0; b < NB; ++b) {
       const Bytes k = load_bytes(kv[first_block + b] + static_cast<size_t>(16) * d);
       HR_UNROLL for (int i = 0; i < NQ; ++i) {
-        coarse[i][b] = dot_u8(coarse[i][b], k, q[i].coarse + d);
-        fine[i][b] = dot_u8(fine[i][b], k, q[i].fine + d);
+        coarse[i][b] = dot_u4(coarse[i][b], k, q[i].coarse + d);
+        fine[i][b] = dot_u4(fine[i][b], k, q[i].fine + d);
       }
     }
   }
@@ -127,7 +129,7 @@ struct Int8 {
     float top;
     std::memcpy(&top, &bits, sizeof top);
     const bool counts = top > kSmallest;
-    const Vec inverse = set1(counts ? 127.0f / top : 0.0f), steps = set1(kFineKeys);
+    const Vec inverse = set1(counts ? kQueryDigit / top : 0.0f), steps = set1(kFineKeys);
     int32_t coarse_sum = 0, fine_sum = 0;
     for (int d = 0; d < head_dim; d += 16) {
       const Vec y = mul(part(d), inverse);
@@ -135,7 +137,7 @@ struct Int8 {
       coarse_sum += store_s8(coarse + d, whole);
       fine_sum += store_s8(fine + d, round_to_int(mul(sub(y, to_float(whole)), steps)));
     }
-    const float scale = (counts ? top / 127.0f / kFineKeys : 0.0f) + (top - top);  // NaN unless finite
+    const float scale = (counts ? top / kQueryDigit / kFineKeys : 0.0f) + (top - top);  // NaN unless finite
     return {coarse, fine, scale, -128 * coarse_sum, -128 * fine_sum};
   }
 

@@ -94,12 +94,14 @@ HR_INLINE Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1
 HR_INLINE Bytes high_nibbles(Bytes a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0f))};
 }
-// Adds to each lane the dot product of its 4 unsigned bytes with the 4 signed bytes at x.
+// Adds to each lane the dot product of its 4 unsigned bytes with the 4 signed bytes at x; two products must
+// fit 16 bits.
 HR_INLINE IVec dot_u4(IVec acc, Bytes w, const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, 4);
   return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(four))};
 }
+// The same of any bytes.
 HR_INLINE IVec dot_u8(IVec acc, Bytes w, const int8_t* x) { return dot_u4(acc, w, x); }
 // Adds to each lane the dot product of its 4 signed bytes with the 4 bytes at x, which are not negative.
 HR_INLINE IVec dot_s8(IVec acc, Bytes v, const int8_t* x) {
