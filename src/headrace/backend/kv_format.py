@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from headrace.backend.batch import BLOCK_SIZE
 from headrace.errors import ConfigError
-from headrace.model.architecture import KVGroup
+
+if TYPE_CHECKING:
+    from headrace.model.architecture import KVGroup
 
 KVCacheDtype = Literal["auto", "bfloat16", "int8"]
 """``auto`` is the backend's own: bfloat16 on cpu, what it computes in on torch."""
@@ -24,6 +25,8 @@ def check_kv_cache_dtype(value: object) -> None:
 
 def kv_layer_bytes(kv_heads: int, head_dim: int, kv_cache_dtype: KVCacheDtype) -> int:
     """Bytes of one layer in one block of the cpu backend: K and V of 16 slots (``native/kernels.h``)."""
+    from headrace.backend.batch import BLOCK_SIZE  # and numpy, which the settings alone do not need
+
     if kv_cache_dtype != "int8":
         return 2 * BLOCK_SIZE * kv_heads * head_dim * 2
     key_bytes = -(-head_dim // 4) * 4
