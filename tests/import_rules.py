@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "headrace"
-FREE = {"errors", "paths", "observe"}
+FREE = {"errors", "paths", "observe", "yaml_file"}
 """May be imported by every room."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -19,14 +19,16 @@ ALLOWED: dict[str, set[str]] = {
     "backend": {"model"},
     "engine": {"backend", "model"},
     "frontend": {"engine", "backend", "model"},
-    "server": {"frontend", "engine", "backend", "model"},
-    "gateway": set(),
+    "server": {"web", "frontend", "engine", "backend", "model"},
+    "gateway": {"web"},
+    "web": set(),
     "lab": {"frontend", "model", "backend"},
     "fleet": {"gateway", "engine", "backend.simulated"},
     "observe": set(),
     "errors": set(),
     "paths": set(),
-    "cli": {"server", "frontend", "engine", "backend", "model", "gateway", "lab", "fleet"},
+    "yaml_file": set(),
+    "cli": {"server", "web", "frontend", "engine", "backend", "model", "gateway", "lab", "fleet"},
 }
 """Room (or module of the package's top) to what it may import beside itself and FREE."""
 

@@ -49,6 +49,40 @@ class AuthenticationError(HeadraceError):
     code = "invalid_api_key"
 
 
+class NotAllowedError(HeadraceError):
+    """The API key is right, but what was asked is not among what it may do."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "not_allowed"
+
+
+class LimitError(HeadraceError):
+    """A limit of the tenant's or key's is reached; ``retry_after_s`` says when to try again."""
+
+    status = 429
+    type = "rate_limit_error"
+    code: str | None = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class BudgetError(LimitError):
+    """The tenant's or key's budget is spent."""
+
+    type = "insufficient_quota"
+    code: str | None = "insufficient_quota"
+
+
+class UpstreamError(HeadraceError):
+    """No upstream gave a good answer: the last one's failure is told."""
+
+    status = 502
+    code = "upstream_failed"
+
+
 class ModelNotFoundError(HeadraceError):
     """No model of that name is served, or can be found by the model store."""
 

@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 
 from headrace.frontend.frontend import Frontend
-from headrace.server.connection import Bounds, Connection
-from headrace.server.listen import listen
+from headrace.web.connection import Bounds, Connection
+from headrace.web.listen import listen
 from tests.server.small_server import idle, small_app, small_frontend, until
 
 pytestmark = pytest.mark.anyio

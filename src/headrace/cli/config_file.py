@@ -51,7 +51,7 @@ def read_options(path: Path, command: Callable[..., None], title: str) -> dict[s
 
     Names are long options, with dashes or underscores. Raises ConfigError that names the line of a mistake.
     """
-    from headrace.lab.evaluate.yaml_file import parse_yaml
+    from headrace.yaml_file import parse_yaml
 
     root, content = parse_yaml(path)
     if content is None:

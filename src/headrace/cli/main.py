@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli import bench, chat, diagnose, doctor, eval, models, options, plan, serve, tune
+from headrace.cli import bench, chat, diagnose, doctor, eval, gateway, models, options, plan, serve, tune
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(diagnose.diagnose)
 app.add_typer(models.app, name="models")
+app.add_typer(gateway.app, name="gateway")
 app.command(name="eval")(eval.evaluate)
 app.command()(tune.tune)
 app.command()(plan.plan)

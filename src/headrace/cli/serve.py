@@ -138,7 +138,7 @@ def serve(
 
     # Nothing that loading makes is garbage: not looking for any saves a tenth of the start.
     gc.disable()
-    from headrace.server.listen import listen
+    from headrace.web.listen import listen
 
     sock = listen(host, port, _WRITE_TIMEOUT_S)
     # Weights are read in a thread while this one imports the HTTP stack: together they set the cold start.

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI
 
 from headrace.server import requests, responses
+from headrace.web.errors import ErrorBody
 
 _REF = "#/components/schemas/{name}"
 _BODIES: dict[str, type] = {
@@ -75,7 +76,7 @@ def operation(path: str, *, authenticated: bool) -> dict[str, Any]:
     for status in errors:
         out["responses"][status] = {
             "description": _REFUSALS[status],
-            "content": {"application/json": {"schema": _ref(responses.ErrorBody)}},
+            "content": {"application/json": {"schema": _ref(ErrorBody)}},
         }
     if authenticated and path.startswith("/v1/"):
         out["security"] = [{"apiKey": []}]
@@ -89,7 +90,7 @@ def install(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = made_by_fastapi()
-            structs = {*_BODIES.values(), *_ANSWERS.values(), *_EVENTS.values(), responses.ErrorBody}
+            structs = {*_BODIES.values(), *_ANSWERS.values(), *_EVENTS.values(), ErrorBody}
             _, components = msgspec.json.schema_components(structs, ref_template=_REF)
             schema["components"] = {
                 "schemas": components,

@@ -17,12 +17,13 @@ from headrace.engine.request import EngineOutput
 from headrace.errors import HeadraceError, InvalidRequestError
 from headrace.frontend.embedding import check_dimensions, vector_of
 from headrace.server import requests
-from headrace.server.http import while_connected
 from headrace.server.requests import EmbeddingRequest
 from headrace.server.responses import Embedding, EmbeddingList, EmbeddingUsage, encode
 from headrace.server.routes import off_loop, read_request
 from headrace.server.sender import sender_of
-from headrace.server.state import ServerState, unique_id
+from headrace.server.state import ServerState
+from headrace.web.http import while_connected
+from headrace.web.ids import unique_id
 
 if TYPE_CHECKING:
     from headrace.frontend.frontend import Frontend

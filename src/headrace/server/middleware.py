@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import re
 import time
 from typing import Any
 
@@ -12,11 +11,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.errors import AuthenticationError, HeadraceError
-from headrace.server.http import ClientGone
-from headrace.server.responses import error_body
-from headrace.server.state import ServerState, unique_id
+from headrace.server.state import ServerState
+from headrace.web import ids
+from headrace.web.errors import error_body
+from headrace.web.http import ClientGone
 
-_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET = ("/health", "/health/readiness", "/metrics")
 CLIENT_GONE_STATUS = 499
 
@@ -47,8 +46,7 @@ class Outermost:
             return
         began = time.perf_counter()
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _SANE_ID.fullmatch(given) else unique_id("req")
+        request_id = ids.request_id(headers.get("x-request-id", ""))
         line: dict[str, Any] = {}
         scope.setdefault("state", {}).update(request_id=request_id, log=line)
         status = CLIENT_GONE_STATUS

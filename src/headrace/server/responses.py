@@ -7,8 +7,6 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.errors import HeadraceError
-
 encode = msgspec.json.Encoder().encode
 
 
@@ -239,31 +237,6 @@ class Health(msgspec.Struct):
     status: Literal["ok", "loading", "draining", "failed"]
 
 
-class ErrorDetail(msgspec.Struct):
-    """OpenAI's error: ``param`` names the offending field."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct):
-    """Answer of every route that refuses or fails."""
-
-    error: ErrorDetail
-
-
-def error_body(error: HeadraceError) -> bytes:
-    """``error`` as OpenAI's JSON body."""
-    return encode(ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code)))
-
-
 def event(chunk: msgspec.Struct) -> bytes:
     """``chunk`` as one server-sent event."""
     return b"data: " + encode(chunk) + b"\n\n"
-
-
-def error_event(error: HeadraceError) -> bytes:
-    """``error`` as the event that ends a stream."""
-    return b"event: error\ndata: " + error_body(error) + b"\n\n"

@@ -16,14 +16,15 @@ from headrace.server import requests
 from headrace.server.chat import ChatAnswer
 from headrace.server.completions import CompletionAnswer
 from headrace.server.generation import Generation
-from headrace.server.http import EventStream, read_body, while_connected
 from headrace.server.params import beam_params, chat_params, completion_params
 from headrace.server.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from headrace.server.responses import error_event
 from headrace.server.sender import sender_of
-from headrace.server.state import ServerState, unique_id
+from headrace.server.state import ServerState
 from headrace.server.structured import compile_grammar, structured_outputs
 from headrace.server.tools import tool_use
+from headrace.web.errors import error_event
+from headrace.web.http import EventStream, read_body, while_connected
+from headrace.web.ids import unique_id
 
 if TYPE_CHECKING:
     from headrace.frontend.frontend import Frontend

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-import uvicorn
-
 from headrace.errors import HeadraceError
-from headrace.observe.logs import Forward
 from headrace.server.app import build_app
-from headrace.server.connection import Bounds, Connection, raise_file_limit
 from headrace.server.state import ServerState
+from headrace.web.connection import Bounds, raise_file_limit
+from headrace.web.run import Server, uvicorn_config
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from headrace.frontend.frontend import Frontend
 
 _LAST_WORDS_S = 2.0  # for aborted streams to send their error event and close
@@ -41,23 +39,8 @@ def run(
     The first signal drains: no new requests, running ones get ``drain_timeout_s``. A second one exits at
     once. Raises what loading raises.
     """
-    forward = Forward(state.log)
-    for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).handlers = [forward]
-        logging.getLogger(name).setLevel(logging.WARNING)
-        logging.getLogger(name).propagate = False
     bounds = Bounds(timeout_s=state.settings.read_timeout_s, max_connections=raise_file_limit())
-    config = uvicorn.Config(
-        build_app(state),
-        http=functools.partial(Connection, bounds),  # type: ignore[arg-type]
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=int(_LAST_WORDS_S),
-    )
+    config = uvicorn_config(build_app(state), bounds, state.log, last_words_s=_LAST_WORDS_S)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(_Life(state, config, loading, on_ready, drain_timeout_s).live(sock))
 
@@ -66,14 +49,6 @@ def _warm_up(frontend: Frontend) -> None:
     """Compile the chat template now: the first chat should not pay for it, nor readiness wait for it."""
     with contextlib.suppress(HeadraceError):  # a base model has none
         frontend.encode_chat([{"role": "user", "content": "Hello!"}])
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server, which leaves the signals to us."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Life:
@@ -88,7 +63,7 @@ class _Life:
         drain_timeout_s: float,
     ) -> None:
         self._state = state
-        self._server = _Server(config)
+        self._server = Server(config)
         self._loading = loading
         self._on_ready = on_ready
         self._drain_timeout_s = drain_timeout_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -118,11 +117,6 @@ class ServerState:
     async def idle(self) -> None:
         """Wait until no generation request is in hand."""
         await self._idle.wait()
-
-
-def unique_id(prefix: str) -> str:
-    """A fresh id such as ``chatcmpl-0123…`` (96 random bits)."""
-    return f"{prefix}-{os.urandom(12).hex()}"
 
 
 def error_of_kind(kind: str | None, message: str | None) -> HeadraceError:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.lab.evaluate.divergence import TextResult
 from headrace.lab.evaluate.results import ItemsResult, Report
-from headrace.lab.evaluate.yaml_file import read_yaml
+from headrace.yaml_file import read_yaml
 
 _ROUNDING = 1e-9  # a drop of exactly the limit, as 0.70 - 0.68, is no failure
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from headrace.lab.evaluate.checks import Check
 from headrace.lab.evaluate.judge import JudgeSettings
 from headrace.lab.evaluate.questions import Outcome, Question
-from headrace.lab.evaluate.yaml_file import read_yaml
+from headrace.yaml_file import read_yaml
 
 
 class Case(BaseModel):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from headrace.errors import ConfigError
-from headrace.lab.evaluate.yaml_file import read_yaml
+from headrace.yaml_file import read_yaml
 
 BUILT_IN = Path(__file__).with_name("hardware.yaml")
 

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace.errors import InvalidRequestError
-from headrace.server.responses import error_body
+from headrace.web.errors import error_body
 
 _FILES_BESIDES = 128  # open files that are no connections: libraries, weights, logs
 _FILES_WANTED = 65_536

@@ -1,0 +1,190 @@
+"""headrace gateway: run, keys and usage."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from headrace.gateway.config import GatewayConfig
+    from headrace.gateway.keys import Keys
+
+app = typer.Typer(no_args_is_help=True, help="One address in front of many upstreams: keys, quotas, costs.")
+keys_app = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revoke API keys.")
+app.add_typer(keys_app, name="keys")
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The gateway's YAML file.")]
+KeyId = Annotated[str, typer.Argument(metavar="KEY", help="The key's id, as keys list shows it.")]
+
+
+@app.command()
+def run(
+    config: Config,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, instead of the file's.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port, instead of the file's; 0 picks a free one.")
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Time for running requests on SIGTERM.")
+    ] = 30.0,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Least level that is logged.")
+    ] = "info",
+) -> None:
+    """Serve requests by the upstreams of CONFIG. Logs are JSON lines on standard error."""
+    settings = _read(config)
+    from headrace.gateway.gateway import Gateway
+    from headrace.gateway.run import run as run_gateway
+    from headrace.observe.logs import logger
+    from headrace.web.listen import listen
+
+    gateway = Gateway(settings, logger(level=log_level))
+    at = settings.host if host is None else host
+    sock = listen(at, settings.port if port is None else port, settings.write_timeout_s)
+    shown = "127.0.0.1" if at in ("", "0.0.0.0", "::") else f"[{at}]" if ":" in at else at
+    address = f"http://{shown}:{sock.getsockname()[1]}"
+
+    def announce() -> None:
+        print(f"Gateway to {', '.join(sorted(settings.models))} on {address}", flush=True)
+
+    run_gateway(gateway, sock, on_ready=announce, drain_timeout_s=drain_timeout)
+
+
+@keys_app.command()
+def create(
+    config: Config,
+    tenant: Annotated[str, typer.Option(help="Whose key it is: a tenant of CONFIG.")],
+    name: Annotated[str, typer.Option(help="To tell it from others.")] = "",
+) -> None:
+    """Make a key and print its secret, which nobody can read again."""
+    settings = _read(config)
+    if tenant not in settings.tenants:
+        known = ", ".join(sorted(settings.tenants)) or "none yet"
+        raise ConfigError(f"{config} has no tenant {tenant}; it has: {known}")
+    with _keys(settings) as keys:
+        key, secret = keys.create(tenant, name)
+    print(f"made {key.id} for {tenant}; its secret, shown only now:", file=sys.stderr)
+    print(secret)
+
+
+@keys_app.command(name="list")
+def list_keys(
+    config: Config,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+) -> None:
+    """Show all keys, without their secrets."""
+    with _keys(_read(config)) as keys:
+        found = keys.all()
+    if as_json:
+        json.dump([asdict(key) for key in found], sys.stdout, indent=2)
+        print()
+        return
+    rows = [
+        (key.id, key.tenant, key.name, _date(key.created_at), _date(key.rotated_at), _date(key.revoked_at))
+        for key in found
+    ]
+    _table(("id", "tenant", "name", "created", "rotated", "revoked"), rows)
+
+
+@keys_app.command()
+def rotate(config: Config, key: KeyId) -> None:
+    """Give a key a new secret and print it; the old one ends at once."""
+    with _keys(_read(config)) as keys:
+        print(keys.rotate(key))
+
+
+@keys_app.command()
+def revoke(config: Config, key: KeyId) -> None:
+    """End a key for good."""
+    with _keys(_read(config)) as keys:
+        keys.revoke(key)
+    print(f"revoked {key}")
+
+
+@app.command()
+def usage(
+    config: Config,
+    by: Annotated[
+        Literal["tenant", "key", "model", "upstream", "day"], typer.Option(help="What to sum over.")
+    ] = "tenant",
+    days: Annotated[
+        float | None, typer.Option(min=0.0, help="Only requests that ended in the last so many days.")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+) -> None:
+    """Sum up the ledger: requests, tokens and what they cost."""
+    settings = _read(config)
+    from headrace.gateway.ledger import usage as sums
+    from headrace.gateway.store import Store
+
+    since = 0.0 if days is None else time.time() - days * 86_400
+    with contextlib.closing(Store(settings.state)) as store:
+        found = sums(store, by, since=since, tenant=tenant)
+    if as_json:
+        json.dump([asdict(row) for row in found], sys.stdout, indent=2)
+        print()
+        return
+    rows = [
+        (
+            row.group or "-",
+            str(row.requests),
+            str(row.failed),
+            str(row.cache_hits),
+            str(row.prompt_tokens),
+            str(row.cached_tokens),
+            str(row.completion_tokens),
+            f"{row.cost_usd:.6f}",
+        )
+        for row in found
+    ]
+    _table((by, "requests", "failed", "hits", "prompt", "cached", "completion", "USD"), rows)
+
+
+def _read(path: Path) -> GatewayConfig:
+    import importlib.util
+
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("gateway needs aiohttp: pip install 'headrace[gateway]'")
+    from headrace.gateway.config import read_config
+
+    return read_config(path)
+
+
+@contextlib.contextmanager
+def _keys(settings: GatewayConfig) -> Iterator[Keys]:
+    from headrace.gateway.keys import Keys
+    from headrace.gateway.store import Store
+
+    with contextlib.closing(Store(settings.state)) as store:
+        yield Keys(store)
+
+
+def _date(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*names, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    # what is cut or wrapped cannot be pasted: only a terminal gets its own width
+    console = Console() if sys.stdout.isatty() else Console(width=1000)
+    console.print(table, soft_wrap=not sys.stdout.isatty(), markup=False)

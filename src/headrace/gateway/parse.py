@@ -1,0 +1,126 @@
+"""Stage 2: what is asked. Only what the gateway needs is checked; the rest is the upstream's to judge."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from headrace.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, NotAllowedError
+from headrace.gateway.usage import prompt_estimate
+
+if TYPE_CHECKING:
+    from headrace.gateway.config import Limits
+    from headrace.gateway.context import RequestContext
+    from headrace.gateway.gateway import Gateway
+
+_INPUTS = {"chat/completions": "messages", "completions": "prompt", "embeddings": "input"}
+_MOST_CHOICES = 128
+_MOST_TOKENS = 2**31
+
+
+async def parse(gateway: Gateway, context: RequestContext) -> None:
+    """Fill in the body and what the gateway reads of it. Raises InvalidRequestError, ModelNotFoundError,
+    NotAllowedError, or ContextLengthError where a limit of the tenant's or key's is passed.
+    """
+    try:
+        body = orjson.loads(context.raw_body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequestError("the request body must be a JSON object")
+    context.body = body
+    asked = body.get("model")
+    if not isinstance(asked, str) or not asked:
+        raise InvalidRequestError("`model`: name the model, as a string", param="model")
+    context.model = _model(gateway, context, asked)
+    name = _INPUTS[context.route]
+    if not isinstance(body.get(name), list if name == "messages" else (str, list)) or not body[name]:
+        kinds = "a list of messages" if name == "messages" else "a string or a list"
+        raise InvalidRequestError(f"`{name}`: {kinds} is needed, and it must not be empty", param=name)
+    context.prompt_tokens = prompt_estimate(body)
+    context.prompt_key = _prompt_key(body, name)
+    if context.route == "embeddings":
+        _check_limits(context, 0, 0)
+        return
+    stream = body.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise InvalidRequestError("`stream`: true or false", param="stream")
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise InvalidRequestError("`stream_options`: an object", param="stream_options")
+    context.stream = bool(stream)
+    context.wants_usage = bool((options or {}).get("include_usage"))
+    _read_output(gateway, context)
+
+
+def _model(gateway: Gateway, context: RequestContext, asked: str) -> str:
+    model = gateway.config.aliases.get(asked, asked)
+    if model not in gateway.targets:
+        raise ModelNotFoundError(
+            f"the model `{asked[:200]}` does not exist here; `GET /v1/models` lists those that do",
+            param="model",
+        )
+    if not may_use(context, asked, model):
+        raise NotAllowedError(f"this key may not use the model `{asked}`", param="model")
+    return model
+
+
+def may_use(context: RequestContext, asked: str, model: str) -> bool:
+    """Whether tenant and key may use a model, under the name ``asked`` or its own."""
+    for limits in (context.limits, context.key_limits):
+        if limits.models is not None and asked not in limits.models and model not in limits.models:
+            return False
+    return True
+
+
+def _read_output(gateway: Gateway, context: RequestContext) -> None:
+    body = context.body
+    choices = _count(body, "n", _MOST_CHOICES) or 1
+    if context.route == "completions":
+        prompt = body["prompt"]
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        choices *= len(prompt) if several else 1
+        choices = max(choices, _count(body, "best_of", _MOST_CHOICES) or 1)
+    longest = _count(body, "max_completion_tokens", _MOST_TOKENS) or _count(body, "max_tokens", _MOST_TOKENS)
+    allowed = _least(context, "max_output")
+    if longest is None and allowed is not None:
+        longest = body["max_tokens"] = allowed
+    each = gateway.config.default_output_tokens if longest is None else longest
+    _check_limits(context, each, longest or 0)
+    context.choices = choices
+    context.output_tokens = each * choices
+
+
+def _check_limits(context: RequestContext, output: int, asked: int) -> None:
+    allowed = _least(context, "max_output")
+    if allowed is not None and asked > allowed:
+        raise InvalidRequestError(
+            f"`max_tokens`: {asked}, but this key may ask for {allowed} at most", param="max_tokens"
+        )
+    context_limit = _least(context, "max_context")
+    if context_limit is not None and context.prompt_tokens + output > context_limit:
+        raise ContextLengthError(
+            f"this key may use a context of {context_limit} tokens; the prompt has about "
+            f"{context.prompt_tokens} and the answer up to {output}"
+        )
+
+
+def _least(context: RequestContext, name: str) -> int | None:
+    both: list[Limits] = [context.limits, context.key_limits]
+    given = [value for limits in both if (value := getattr(limits, name)) is not None]
+    return min(given, default=None)
+
+
+def _count(body: dict[str, Any], name: str, most: int) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not 1 <= value <= most:
+        raise InvalidRequestError(f"`{name}`: a whole number from 1 to {most}", param=name)
+    return value
+
+
+def _prompt_key(body: dict[str, Any], name: str) -> bytes:
+    """Tools first, as templates have them; without the last brackets a longer chat begins with a shorter."""
+    return orjson.dumps([body.get("tools"), body[name]])[:-2]

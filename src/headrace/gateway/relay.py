@@ -1,0 +1,89 @@
+"""Stage 8: ask upstreams until one answers. Nothing is asked again once a client has seen a byte."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from headrace.errors import LimitError, UpstreamError
+from headrace.gateway.attempt import AttemptError, attempt
+from headrace.gateway.balance import balance
+
+if TYPE_CHECKING:
+    from headrace.gateway.context import RequestContext
+    from headrace.gateway.gateway import Gateway
+    from headrace.gateway.upstream import Target
+
+_RESERVE = 10.0
+
+
+class RetryBudget:
+    """Retries may be a share of requests, and a few more: an outage must not double the load."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._left = _RESERVE
+
+    def earn(self) -> None:
+        """A request came."""
+        self._left = min(self._left + self._share, max(_RESERVE, 100 * self._share))
+
+    def spend(self) -> bool:
+        """Whether one more retry is in the budget; if so, it is spent."""
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+async def relay(gateway: Gateway, context: RequestContext) -> None:
+    """Fill in target and answer. Raises UpstreamError or LimitError when nobody answers, and whatever an
+    upstream says is wrong with the request.
+    """
+    gateway.retry_budget.earn()
+    tried: list[Target] = []
+    dropped: list[Target] = []
+    failure: AttemptError | None = None
+    for number in range(gateway.config.retries.attempts):
+        target = await balance(gateway, context, tried)
+        if target is None or (number and not _again(gateway, context)):
+            break
+        context.target = target
+        work = target.upstream.begin(context.prompt_tokens + context.output_tokens)
+        try:
+            await attempt(gateway, context, target, work)
+        except AttemptError as error:
+            work.end()
+            failure = error
+            gateway.failed(target, error.reason, passing=error.rested)
+            # A pooled connection may be closed just when it is used: one more chance for the same upstream.
+            again = error.reason == "dropped" and target not in dropped
+            (dropped if again else tried).append(target)
+            continue
+        except BaseException:
+            work.end()
+            raise
+        gateway.affinity.note(context, target.upstream)
+        if not context.stream:
+            work.end()
+            target.upstream.health.succeeded()
+        return
+    raise _nobody(context, failure)
+
+
+def _again(gateway: Gateway, context: RequestContext) -> bool:
+    if time.monotonic() >= context.deadline or not gateway.retry_budget.spend():
+        return False
+    gateway.metrics.retries.inc()
+    return True
+
+
+def _nobody(context: RequestContext, failure: AttemptError | None) -> Exception:
+    """Why there is no answer: of the last upstream that was asked, or that all of them are at rest."""
+    if failure is not None and not failure.rested:
+        return UpstreamError(f"no upstream of {context.model} gave an answer; the last one: {failure}")
+    now = time.monotonic()
+    wait = min(target.upstream.health.resting_until for target in context.targets) - now
+    return LimitError(
+        f"all upstreams of {context.model} ask to be left alone for a while", retry_after_s=max(wait, 1.0)
+    )
