@@ -133,8 +133,8 @@ void softcap(const std::string& isa, OutMatrix<float> x, float cap) {
 
 // Writes k and v of one projected row [q | k | v] per token into the pool and rotates q in place.
 void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads, Matrix<float> angles,
-          float scale, nb::ndarray<uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> kv,
-          Vector<int32_t> slots) {
+          float scale, nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> kv,
+          Vector<int32_t> slots, bool int8) {
   expect(heads >= 1 && kv_heads >= 1, "rope: no heads");
   const int head_dim = static_cast<int>(qkv.shape(1)) / (heads + 2 * kv_heads);
   expect(static_cast<size_t>(head_dim) * (heads + 2 * kv_heads) == qkv.shape(1),
@@ -153,7 +153,8 @@ void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads,
   a.scale = scale;
   a.angles = angles.data();
   a.kv = kv.data();
-  a.block_stride = static_cast<size_t>(32) * kv_heads * head_dim;
+  a.kv_format = int8 ? KvFormat::kInt8 : KvFormat::kBf16;
+  a.block_stride = kv_heads * kv_head_bytes(a.kv_format, head_dim);
   a.slots = slots.data();
   for (size_t i = 0; i < slots.shape(0); ++i)
     expect(slots.data()[i] >= 0 &&
@@ -162,17 +163,17 @@ void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads,
   kernels_for(isa).rope(a, 0, static_cast<int>(qkv.shape(0)));
 }
 
-void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads, Vector<uint16_t> kv,
+void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads, Vector<uint8_t> kv,
                Vector<int32_t> table, Vector<int32_t> positions, int window, float cap, OutMatrix<float> out,
-               int length) {
+               int length, bool int8) {
   expect(heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0 && heads / kv_heads <= kMaxQueryVectors,
          "attention: heads");
   const int head_dim = static_cast<int>(q.shape(1)) / heads;
-  const size_t block = static_cast<size_t>(32) * kv_heads * head_dim;
+  const size_t block = kv_heads * kv_head_bytes(int8 ? KvFormat::kInt8 : KvFormat::kBf16, head_dim);
   expect(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1) && positions.shape(0) == q.shape(0),
          "attention: shapes");
   for (size_t i = 0; i < table.shape(0); ++i)
-    expect(table.data()[i] >= 0 && (static_cast<size_t>(table.data()[i]) + 1) * block + 32 <= kv.shape(0),
+    expect(table.data()[i] >= 0 && (static_cast<size_t>(table.data()[i]) + 1) * block + 64 <= kv.shape(0),
            "attention: block");
   for (size_t i = 0; i < positions.shape(0); ++i)
     expect(positions.data()[i] >= 0 && static_cast<size_t>(positions.data()[i]) / 16 < table.shape(0),
@@ -200,7 +201,7 @@ void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads,
     for (int row = 0; row < n; row += rows) {
       a.row_begin = row;
       a.row_end = row + rows < n ? row + rows : n;
-      kernels_for(isa).attention(a);
+      int8 ? kernels_for(isa).attention_int8(a) : kernels_for(isa).attention(a);
     }
 }
 
@@ -222,10 +223,12 @@ void bind_kernels(nb::module_& m) {
   m.def("pool", &pool);
   m.def("embed", &embed);
   m.def("softcap", &softcap);
-  m.def("rope", &rope);
+  m.def("rope", &rope, nb::arg("isa"), nb::arg("qkv"), nb::arg("heads"), nb::arg("kv_heads"),
+        nb::arg("angles"), nb::arg("scale"), nb::arg("kv"), nb::arg("slots"), nb::arg("int8") = false);
   m.def("attention", &attention, nb::arg("isa"), nb::arg("q"), nb::arg("heads"), nb::arg("kv_heads"),
         nb::arg("kv"), nb::arg("table"), nb::arg("positions"), nb::arg("window"), nb::arg("cap"),
-        nb::arg("out"), nb::arg("length") = 0);  // length: of the whole sequence, or 0 for causal
+        nb::arg("out"), nb::arg("length") = 0,  // of the whole sequence, or 0 for causal
+        nb::arg("int8") = false);
 }
 
 }  // namespace headrace

@@ -22,6 +22,7 @@ void norm(const NormArgs&, int, int);
 void quantise(const float*, size_t, uint8_t*, int, int, int);
 void glu(const float*, size_t, int, int, float*, size_t, uint8_t*, int, int, int);
 void rope(const RopeArgs&, int, int);
+void attention_int8(const AttentionArgs&);
 void embed(const WeightFormat&, const uint8_t*, int, int, const int32_t*, float, bool, float*, size_t, int,
            int);
 void pool(const PoolArgs&);
@@ -31,10 +32,10 @@ float read_lines(const uint8_t*, size_t);
 }  // namespace HR_BASE
 
 const Kernels& HR_JOIN(HR_ISA, _kernels)() {
-  static const Kernels table{HR_STRINGIFY(HR_ISA), HR_BASE::matmul,  HR_BASE::norm,       HR_BASE::quantise,
-                             HR_BASE::glu,         HR_BASE::rope,    HR_ISA::attention,   HR_BASE::embed,
-                             HR_BASE::pool,        HR_BASE::softcap, HR_BASE::sample_row, HR_BASE::read_lines,
-                             HR_ISA::multiply};
+  static const Kernels table{
+      HR_STRINGIFY(HR_ISA), HR_BASE::matmul,     HR_BASE::norm,           HR_BASE::quantise, HR_BASE::glu,
+      HR_BASE::rope,        HR_ISA::attention,   HR_BASE::attention_int8, HR_BASE::embed,    HR_BASE::pool,
+      HR_BASE::softcap,     HR_BASE::sample_row, HR_BASE::read_lines,     HR_ISA::multiply};
   return table;
 }
 

@@ -77,6 +77,38 @@ struct NormArgs {
   float eps;
 };
 
+enum class KvFormat : int32_t { kBf16 = 0, kInt8 = 1 };
+
+// One KV head's part of a block of 16 slots. bf16: K as [head_dim / 2][16 slots][2], then V as [8 pairs of
+// slots][head_dim][2].
+//
+// int8: K, rotated (rope says how), as [head_dim / 4, rounded up][16 slots][4], each byte 128 too large, then
+// V as [4 fours of slots][head_dim][4], then the float scales of the slots' keys and of their values. A scale
+// belongs to one slot and is fixed when that slot is written.
+struct Int8Kv {
+  static size_t key_bytes(int head_dim) { return static_cast<size_t>(16) * ((head_dim + 3) / 4 * 4); }
+  static size_t scale_offset(int head_dim) {
+    return key_bytes(head_dim) + static_cast<size_t>(16) * head_dim;
+  }
+  template <class Byte>
+  static Byte* values(Byte* part, int head_dim) {
+    return part + key_bytes(head_dim);
+  }
+  static const float* key_scales(const uint8_t* part, int head_dim) {
+    return reinterpret_cast<const float*>(part + scale_offset(head_dim));
+  }
+  static const float* value_scales(const uint8_t* part, int head_dim) {
+    return key_scales(part, head_dim) + 16;
+  }
+  static float* scales(uint8_t* part, int head_dim) {  // of keys, then of values
+    return reinterpret_cast<float*>(part + scale_offset(head_dim));
+  }
+};
+inline size_t kv_head_bytes(KvFormat format, int head_dim) {
+  if (format == KvFormat::kBf16) return static_cast<size_t>(64) * head_dim;
+  return Int8Kv::scale_offset(head_dim) + 2 * 16 * sizeof(float);
+}
+
 struct RopeArgs {  // q/k norm, rotation, scaling of q, and the KV write, for one projected row
   float* qkv;
   size_t stride;  // floats
@@ -87,8 +119,9 @@ struct RopeArgs {  // q/k norm, rotation, scaling of q, and the KV write, for on
   float eps;
   float scale;
   const float* angles;  // per token: cos[rope_dim/2], sin[rope_dim/2]; null = no rotation
-  uint16_t* kv;         // this layer's part of block 0
-  size_t block_stride;  // bf16 elements between blocks
+  uint8_t* kv;          // this layer's part of block 0
+  size_t block_stride;  // bytes between blocks
+  KvFormat kv_format;   // int8: q is left rotated as K is
   const int32_t* slots;
 };
 
@@ -97,8 +130,8 @@ struct AttentionArgs {
   size_t q_stride;  // floats
   float* output;
   size_t output_stride;
-  const uint16_t* kv;
-  size_t block_stride;
+  const uint8_t* kv;
+  size_t block_stride;         // bytes
   const int32_t* block_table;  // of this sequence
   const int32_t* positions;    // of the rows below
   int32_t row_begin, row_end;  // token rows, all of one sequence
@@ -138,7 +171,8 @@ struct Kernels {
   void (*glu)(const float* input, size_t stride, int up_offset, int activation, float* output,
               size_t output_stride, uint8_t* quantised, int width, int row_begin, int row_end);
   void (*rope)(const RopeArgs&, int row_begin, int row_end);
-  void (*attention)(const AttentionArgs&);
+  void (*attention)(const AttentionArgs&);       // over bf16
+  void (*attention_int8)(const AttentionArgs&);  // over int8
   void (*embed)(const WeightFormat&, const uint8_t* weights, int k, int padded_k, const int32_t* ids,
                 float scale, bool add, float* output, size_t stride, int row_begin, int row_end);
   void (*pool)(const PoolArgs&);

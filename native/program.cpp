@@ -151,8 +151,9 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
       a.eps = in.f1;
       a.scale = in.f0;
       a.angles = floats(in.in);
-      a.kv = reinterpret_cast<uint16_t*>(bases_[kKv + in.kv_group] + in.kv_offset);
-      a.block_stride = static_cast<size_t>(limits_.block_bytes[in.kv_group]) / 2;
+      a.kv = bases_[kKv + in.kv_group] + in.kv_offset;
+      a.block_stride = static_cast<size_t>(limits_.block_bytes[in.kv_group]);
+      a.kv_format = static_cast<KvFormat>(in.i1);
       a.slots = b.slot_mapping[in.kv_group];
       return kernels_.rope(a, begin, end);
     }
@@ -234,8 +235,8 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
   a.q_stride = static_cast<size_t>(in.in_stride) / 4;
   a.output = reinterpret_cast<float*>(at(in.out));
   a.output_stride = static_cast<size_t>(in.out_stride) / 4;
-  a.kv = reinterpret_cast<const uint16_t*>(bases_[kKv + in.kv_group] + in.kv_offset);
-  a.block_stride = static_cast<size_t>(limits_.block_bytes[in.kv_group]) / 2;
+  a.kv = bases_[kKv + in.kv_group] + in.kv_offset;
+  a.block_stride = static_cast<size_t>(limits_.block_bytes[in.kv_group]);
   a.positions = b.positions;
   a.heads = in.heads;
   a.kv_heads = in.kv_heads;
@@ -252,7 +253,7 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
     a.row_end = unit.row_end;
     a.kv_head = u % in.kv_heads;
     a.length = in.i0 ? b.positions[b.query_start[unit.sequence + 1] - 1] + 1 : 0;
-    kernels_.attention(a);
+    in.i1 ? kernels_.attention_int8(a) : kernels_.attention(a);
   }
 }
 

@@ -24,8 +24,10 @@ enum Op : int32_t {
                 // logit rows, i3 = add
   kQuantise = 3,   // in, out; i0 = width
   kMatmul = 4,     // in, weight, out, weight2 = bias; format, i0 = n, i1 = k (padded), i2 = add
-  kRope = 5,       // out = projected q, k, v (in place), weight = q norm, weight2 = k norm, in = angles, kv
-  kAttention = 6,  // in = q, out; kv; i0 = the whole sequence, which is in this step, instead of causal
+  kRope = 5,       // out = projected q, k, v (in place), weight = q norm, weight2 = k norm, in = angles, kv;
+                   // i0 = rope dim, i1 = KV format
+  kAttention = 6,  // in = q, out; kv; i0 = the whole sequence, which is in this step, instead of causal;
+                   // i1 = KV format
   kGlu = 7,        // in, out, out2 = quantised; i0 = width, i1 = up offset (0: no up), i2 = activation
   kSoftcap = 8,    // out; i0 = width; f0 = cap
   kSample = 9,     // in = logits

@@ -8,7 +8,8 @@
 namespace headrace {
 namespace {
 
-constexpr int32_t kWidest = 1 << 26;  // of any matrix, row or offset into one: products fit 64 bits
+constexpr int32_t kWidestInt8Head = 1 << 14;  // sums of its products fit 32 bits
+constexpr int32_t kWidest = 1 << 26;          // of any matrix, row or offset into one: products fit 64 bits
 
 [[noreturn]] void reject(const std::string& what) { throw std::invalid_argument(what); }
 
@@ -42,7 +43,10 @@ void check_heads(const Instruction& in, int64_t block_bytes) {
               int64_t{in.heads} * in.head_dim <= kWidest,
           "malformed heads");
   require(in.heads / in.kv_heads <= kMaxQueryVectors, "more than 64 query heads per KV head");
-  const int64_t part = int64_t{4} * 16 * in.kv_heads * in.head_dim;
+  const auto format = static_cast<KvFormat>(in.i1);
+  require(format == KvFormat::kBf16 || format == KvFormat::kInt8, "unknown KV format");
+  require(format != KvFormat::kInt8 || in.head_dim <= kWidestInt8Head, "head too wide for KV in int8");
+  const int64_t part = in.kv_heads * static_cast<int64_t>(kv_head_bytes(format, in.head_dim));
   require(
       in.kv_offset >= 0 && in.kv_offset % 4 == 0 && part <= block_bytes && in.kv_offset <= block_bytes - part,
       "layer lies outside of its KV block");

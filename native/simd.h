@@ -94,13 +94,21 @@ HR_INLINE Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1
 HR_INLINE Bytes high_nibbles(Bytes a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0f))};
 }
-// Adds to each lane the dot product of its 4 unsigned bytes with the 4 signed bytes at x.
+// Adds to each lane the dot product of its 4 unsigned bytes with the 4 signed bytes at x; two products must
+// fit 16 bits.
 HR_INLINE IVec dot_u4(IVec acc, Bytes w, const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, 4);
   return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(four))};
 }
+// The same of any bytes.
 HR_INLINE IVec dot_u8(IVec acc, Bytes w, const int8_t* x) { return dot_u4(acc, w, x); }
+// Adds to each lane the dot product of its 4 signed bytes with the 4 bytes at x, which are not negative.
+HR_INLINE IVec dot_s8(IVec acc, Bytes v, const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return {_mm512_dpbusd_epi32(acc.v, _mm512_set1_epi32(four), v.v)};
+}
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 HR_INLINE IVec magnitude_bits(Vec a) {
   return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff))};
@@ -248,6 +256,13 @@ HR_INLINE IVec dot_u8(IVec acc, Bytes w, const int8_t* x) {
   std::memcpy(&four, x, 4);
   const __m256i xs = _mm256_set1_epi32(four);
   return {dot_u8_half(acc.lo, w.lo, xs), dot_u8_half(acc.hi, w.hi, xs)};
+}
+HR_INLINE IVec dot_s8(IVec acc, Bytes v, const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  const __m256i xs = _mm256_set1_epi32(four);
+  // At most 2 * 128 * 127: no saturation here either.
+  return {dot_u4_half(acc.lo, xs, v.lo), dot_u4_half(acc.hi, xs, v.hi)};
 }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 HR_INLINE IVec magnitude_bits(Vec a) {
@@ -441,6 +456,15 @@ HR_INLINE IVec dot_u8(IVec acc, const Bytes& w, const int8_t* x) {
   return acc;
 }
 HR_INLINE IVec dot_u4(IVec acc, const Bytes& w, const int8_t* x) { return dot_u8(acc, w, x); }
+HR_INLINE IVec dot_s8(IVec acc, const Bytes& v, const int8_t* x) {
+  const int32_t x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3];
+  HR_LANES {
+    int8_t four[4];
+    std::memcpy(four, v.v + 4 * i, 4);
+    acc.v[i] += four[0] * x0 + four[1] * x1 + four[2] * x2 + four[3] * x3;
+  }
+  return acc;
+}
 HR_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 HR_INLINE IVec magnitude_bits(Vec a) {
   IVec r;

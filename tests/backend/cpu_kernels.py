@@ -148,20 +148,17 @@ def granule(kind: str) -> int:
     return FORMATS[kind][1] if kind in FORMATS else 1
 
 
-@dataclass
 class KVPool:
-    """One layer's KV blocks as native kernels lay them out; whatever is not written stays NaN."""
+    """One layer's KV blocks in bf16 as native kernels lay them out; whatever is not written stays NaN."""
 
-    data: NDArray[np.uint16]
-    kv_heads: int
-    head_dim: int
+    int8 = False
 
-    @staticmethod
-    def empty(blocks: int, kv_heads: int, head_dim: int) -> KVPool:
-        return KVPool(np.full(blocks * 32 * kv_heads * head_dim + 32, 0x7FC1, np.uint16), kv_heads, head_dim)
+    def __init__(self, blocks: int, kv_heads: int, head_dim: int) -> None:
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.data = np.full(blocks * 64 * kv_heads * head_dim + 64, 0xFF, np.uint8)
 
     def _blocks(self) -> NDArray[np.uint16]:
-        return self.data[:-32].reshape(-1, self.kv_heads, 2, 16 * self.head_dim)
+        return self.data[:-64].view(np.uint16).reshape(-1, self.kv_heads, 2, 16 * self.head_dim)
 
     def _keys(self) -> NDArray[np.uint16]:
         """A view ``[blocks, kv_heads, head_dim / 2, 16, 2]``."""
@@ -181,11 +178,85 @@ class KVPool:
         block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         return self._values()[block, :, at // 2, :, at % 2]
 
-    def write(self, slots: NDArray[np.int64], k: Float32, v: Float32) -> None:
-        """``k``, ``v [slots, kv_heads, head_dim]``, rounded to bf16."""
+    def write(self, slots: NDArray[np.int64], k: Float32, v: Float32) -> tuple[Float64, Float64]:
+        """Keep ``k``, ``v [slots, kv_heads, head_dim]``; what they are then."""
         block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         self._keys()[block, :, :, at] = bf16_bits(k).reshape(len(slots), self.kv_heads, -1, 2)
         self._values()[block, :, at // 2, :, at % 2] = bf16_bits(v)
+        return bf16(k).astype(np.float64), bf16(v).astype(np.float64)
+
+    def queries(self, q: Float32) -> Float32:
+        """``q [..., head_dim]`` as attention takes it."""
+        return q
+
+
+class Int8Pool:
+    """The same in int8; scales that are not written are NaN."""
+
+    int8 = True
+
+    def __init__(self, blocks: int, kv_heads: int, head_dim: int) -> None:
+        keys = -(-head_dim // 4) * 64
+        part = np.dtype(
+            [("k", np.uint8, keys), ("v", np.int8, 16 * head_dim), ("scales", np.float32, (2, 16))]
+        )
+        self.data = np.full(blocks * kv_heads * part.itemsize + 64, 0xFF, np.uint8)
+        self._parts = self.data[:-64].view(part).reshape(blocks, kv_heads)
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+
+    def write(self, slots: NDArray[np.int64], k: Float32, v: Float32) -> tuple[Float64, Float64]:
+        """Keep ``k``, ``v [slots, kv_heads, head_dim]``; what they are then."""
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        (k_codes, k_scale), (v_codes, v_scale) = _int8(rotated(k)), _int8(v)
+        keys = self._parts["k"].reshape(-1, self.kv_heads, -(-self.head_dim // 4), 16, 4)
+        padded_codes = np.full((len(slots), self.kv_heads, keys.shape[2] * 4), -1)
+        padded_codes[..., : self.head_dim] = k_codes
+        if self.head_dim % 4:  # bytes behind the last feature stay as they were
+            before = keys[block, :, :, at].reshape(padded_codes.shape)[..., self.head_dim :]
+            padded_codes[..., self.head_dim :] = before.astype(np.int64) - 128
+        keys[block, :, :, at] = (padded_codes + 128).reshape(len(slots), self.kv_heads, -1, 4)
+        self._parts["v"].reshape(-1, self.kv_heads, 4, self.head_dim, 4)[block, :, at // 4, :, at % 4] = (
+            v_codes
+        )
+        self._parts["scales"][block, :, 0, at] = k_scale[..., 0]
+        self._parts["scales"][block, :, 1, at] = v_scale[..., 0]
+        keys_kept = rotated(k_codes * k_scale.astype(np.float64)) / rotation_block(self.head_dim)
+        return keys_kept, v_codes * v_scale.astype(np.float64)
+
+    def queries(self, q: Float32) -> Float32:
+        """``q [..., head_dim]`` as attention takes it: rotated as the keys are."""
+        return rotated(q) / np.float32(rotation_block(self.head_dim))
+
+
+def rotation_block(head_dim: int) -> int:
+    """The largest power of two that divides ``head_dim``."""
+    return head_dim & -head_dim
+
+
+def rotated(x: NDArray[Any]) -> NDArray[Any]:
+    """Blocks of the last axis times the Walsh-Hadamard matrix, not normalised, neighbours first."""
+    half = 1
+    with np.errstate(invalid="ignore", over="ignore"):
+        while half < rotation_block(x.shape[-1]):
+            pairs = x.reshape(*x.shape[:-1], -1, 2, half)
+            first, second = pairs[..., 0, :], pairs[..., 1, :]
+            x = np.stack([first + second, first - second], -2).reshape(x.shape)
+            half *= 2
+    return x
+
+
+def _int8(x: Float32) -> tuple[NDArray[np.int64], Float32]:
+    """Codes and scale of each vector along the last axis; not finite: NaN, and -128 where that is NaN."""
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        largest = np.abs(x).max(-1, keepdims=True)
+        counts = largest > np.float32(1e-35)
+        inverse = np.where(counts, np.float32(127) / largest, np.float32(0))
+        scale = np.where(counts, largest / np.float32(127), np.float32(0)) + (largest - largest)
+        codes = np.nan_to_num(np.rint(x * inverse), nan=-128).astype(np.int64)
+    return codes, scale
+
+
+POOLS: dict[str, type[KVPool] | type[Int8Pool]] = {"bfloat16": KVPool, "int8": Int8Pool}
 
 
 def bf16_bits(x: Float32) -> NDArray[np.uint16]:

@@ -1,7 +1,8 @@
-"""SmolLM2 as shipped: what 4-bit weights, int8 activations and bf16 KV cost against float32."""
+"""SmolLM2 as shipped: what 4-bit weights, int8 activations and KV in bf16 or int8 cost against float32."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from headrace.backend.batch import Float32
 from headrace.backend.cpu import _native
 from headrace.backend.cpu.runner import chosen_isa, open_cpu_runner
+from headrace.backend.kv_format import KVCacheDtype
 from headrace.backend.runner import RunnerSettings
 from headrace.backend.torch import open_torch_runner
 from headrace.frontend.tokenizer import load_tokenizer
@@ -40,12 +42,13 @@ def compare(got: Float32, reference: Float32) -> tuple[torch.Tensor, torch.Tenso
     return same, torch.nn.functional.kl_div(b, a, log_target=True, reduction="none").sum(-1)
 
 
-def test_smollm2_against_float32(smollm2_path: Path, two_threads: None) -> None:
-    """Same top-1 at 97 % of positions or more, mean KL at most 0.01, over 200 prompts."""
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_smollm2_against_float32(smollm2_path: Path, two_threads: None, kv: KVCacheDtype) -> None:
+    """Same top-1 at 97 % of positions or more, mean KL at most 0.01, over 200 prompts; over 20 in int8."""
     checkpoint = open_checkpoint(smollm2_path)
     tokenizer = load_tokenizer(smollm2_path)
     # The best path answers for all prompts; the others differ from it by float32 rounding only.
-    step = 1 if chosen_isa() == _native.supported_isas()[0] else 10
+    step = 1 if chosen_isa() == _native.supported_isas()[0] and kv == "auto" else 10
     prompts = [tokenizer.encode(prompt)[:LONGEST] for prompt in PROMPTS[::step]]
     assert len(prompts) == 200 // step
     rows = PROMPTS_PER_STEP * LONGEST
@@ -56,7 +59,7 @@ def test_smollm2_against_float32(smollm2_path: Path, two_threads: None) -> None:
         max_model_len=64,
         threads=2,
     )
-    native = open_cpu_runner(checkpoint, settings)
+    native = open_cpu_runner(checkpoint, dataclasses.replace(settings, kv_cache_dtype=kv))
     oracle = open_torch_runner(checkpoint, settings)
     same, divergence = [], []
     for start in range(0, len(prompts), PROMPTS_PER_STEP):

@@ -17,9 +17,10 @@ from headrace.backend.batch import Batch, Float32
 from headrace.backend.cpu import _native
 from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.instruction import INSTRUCTION, Base, Op
-from headrace.backend.cpu.recorder import Recording, kv_layer_bytes, record
+from headrace.backend.cpu.recorder import Recording, record
 from headrace.backend.cpu.runner import CpuRunner, chosen_isa, open_cpu_runner
 from headrace.backend.cpu.weights_file import PackedWeights, packed_weights
+from headrace.backend.kv_format import kv_block_bytes
 from headrace.backend.runner import RunnerSettings
 from headrace.model.architecture import Architecture
 from headrace.model.weights.safetensors import SafetensorsCheckpoint
@@ -276,7 +277,7 @@ class Parts:
 
     @property
     def block_bytes(self) -> list[int]:
-        return [len(g.layers) * kv_layer_bytes(g.kv_heads, g.head_dim) for g in self.arch.kv_groups]
+        return [kv_block_bytes(group, "auto") for group in self.arch.kv_groups]
 
     def bases(self) -> list[NDArray[np.uint8]]:
         scratch = np.zeros(self.recording.scratch_bytes, np.uint8)
@@ -382,6 +383,7 @@ BAD_FIELDS: dict[Op, list[tuple[str, int]]] = {
             ("v_offset", 1 << 20),
             ("logit_rows", 1),
         ],
+        *[("i1", -1), ("i1", 2), ("i1", BIG)],
         *[("weight.offset", HUGE), ("weight2.offset", HUGE), ("input.offset", HUGE)],
     ],
     Op.ATTENTION: [
@@ -392,6 +394,8 @@ BAD_FIELDS: dict[Op, list[tuple[str, int]]] = {
             ("input.base", -1),
             ("input_stride", HUGE),
             ("logit_rows", 1),
+            ("i1", -1),
+            ("i1", 2),
         ],
     ],
     Op.GLU: [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.backend.batch import Float32
 from headrace.backend.cpu import _native
-from tests.backend.cpu_kernels import Float64, KVPool, bf16_bits, random_shapes
+from tests.backend.cpu_kernels import POOLS, Float64, Int8Pool, KVPool, bf16_bits, random_shapes, rotated
 
 pytestmark = pytest.mark.native
 
@@ -141,20 +141,29 @@ def test_softcap_far_out(isa: str) -> None:
     np.testing.assert_array_equal(x, [[30, -30, 30, -30, np.nan, 0]])
 
 
+@pytest.mark.parametrize("kv", POOLS)
 @random_shapes
 @given(
     tokens=st.integers(1, 20),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
-    head_dim=st.sampled_from([16, 20, 64, 80, 128, 256]),
+    head_dim=st.sampled_from([16, 18, 20, 64, 80, 128, 256]),
     part=st.sampled_from([1.0, 0.5, 0.0]),
     scale=st.sampled_from([1.0, 0.125, 0.1]),
     seed=seeds,
 )
 def test_rotation_and_kv_write(
-    isa: str, tokens: int, kv_heads: int, group: int, head_dim: int, part: float, scale: float, seed: int
+    isa: str,
+    kv: str,
+    tokens: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    part: float,
+    scale: float,
+    seed: int,
 ) -> None:
-    """Unfused float32 products: equal to numpy's in every bit, and so is their rounding to bf16.
+    """Unfused float32 products and sums: equal to numpy's in every bit, and so is what is kept of them.
 
     Unwritten slots keep what they had: a kernel that spills overwrites a neighbour's cache.
     """
@@ -173,15 +182,18 @@ def test_rotation_and_kv_write(
     turned[:, : heads + kv_heads, : rope_dim // 2] = first * cos - second * sin
     turned[:, : heads + kv_heads, rope_dim // 2 : rope_dim] = second * cos + first * sin
     turned[:, :heads] *= np.float32(scale)
+    q = POOLS[kv](1, kv_heads, head_dim).queries(turned[:, :heads])
+    k = rotated(turned[:, heads : heads + kv_heads]) if kv == "int8" else turned[:, heads : heads + kv_heads]
 
     blocks = -(-tokens // 16) + 2
     slots = rng.permutation(blocks * 16)[:tokens]
-    pool, expected = (KVPool.empty(blocks, kv_heads, head_dim) for _ in range(2))
+    pool, expected = (POOLS[kv](blocks, kv_heads, head_dim) for _ in range(2))
     expected.write(slots, turned[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :])
     got = qkv.reshape(tokens, -1).copy()
-    _native.rope(isa, got, heads, kv_heads, turns, scale, pool.data, slots.astype(np.int32))
+    written = (pool.data, slots.astype(np.int32))
+    _native.rope(isa, got, heads, kv_heads, turns, scale, *written, int8=pool.int8)
     np.testing.assert_array_equal(
-        got.reshape(qkv.shape)[:, : heads + kv_heads], turned[:, : heads + kv_heads]
+        got.reshape(qkv.shape)[:, : heads + kv_heads], np.concatenate([q, k], axis=1)
     )
     np.testing.assert_array_equal(pool.data, expected.data)
 
@@ -196,7 +208,7 @@ def test_rounding_to_bf16_is_to_nearest_even(isa: str) -> None:
         np.uint32,
     )
     values = bits.view(np.float32)
-    pool = KVPool.empty(1, 1, 16)
+    pool = KVPool(1, 1, 16)
     row = np.concatenate([np.zeros(16, np.float32), values, values])[None]
     _native.rope(isa, row, 1, 1, np.zeros((1, 0), np.float32), 1.0, pool.data, np.array([5], np.int32))
     slot = np.array([5])
@@ -204,3 +216,23 @@ def test_rounding_to_bf16_is_to_nearest_even(isa: str) -> None:
         nan = np.isnan(values)
         np.testing.assert_array_equal(written[~nan], bf16_bits(values)[~nan])
         assert ((written[nan] & 0x7FFF) > 0x7F80).all()
+
+
+def test_int8_scales_of_hard_vectors(isa: str) -> None:
+    """Zeros and next to nothing are zeros; what is not finite makes the scale NaN; ties go to even."""
+    rows = np.zeros((6, 3, 18), np.float32)
+    rows[1, 1:] = 1e-36
+    rows[2, 1:, 3] = np.inf
+    rows[3, 1:, 17] = np.nan
+    rows[4, 1:, :4] = [127, 0.5, 1.5, -2.5]
+    rows[5, 1:, :2] = [3e38, -3e38]
+    pool, expected = Int8Pool(1, 1, 18), Int8Pool(1, 1, 18)
+    slots = np.array([0, 3, 5, 9, 14, 15])
+    k, v = expected.write(slots, rows[:, 1:2], rows[:, 2:])
+    nothing = np.zeros((6, 0), np.float32)
+    at = slots.astype(np.int32)
+    _native.rope(isa, rows.reshape(6, -1).copy(), 1, 1, nothing, 1.0, pool.data, at, int8=True)
+    np.testing.assert_array_equal(pool.data, expected.data)
+    assert np.isnan(k[2:4]).all()
+    assert (v[:2] == 0).all()
+    assert v[4, 0, :4].tolist() == [127, 0, 2, -2]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.backend.cpu.runner import chosen_isa
+from headrace.backend.kv_format import KVCacheDtype
 from headrace.engine.build import build_engine
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from headrace.engine.engine import Engine
@@ -24,13 +25,19 @@ pytestmark = pytest.mark.native
 
 
 def engine(
-    path: Path, *, num_blocks: int = 256, threads: int = 0, prefix: bool = False, **scheduler: int
+    path: Path,
+    *,
+    num_blocks: int = 256,
+    threads: int = 0,
+    prefix: bool = False,
+    kv: KVCacheDtype = "auto",
+    **scheduler: int,
 ) -> Engine:
-    size = num_blocks * block_bytes(open_checkpoint(path).architecture)
+    size = num_blocks * block_bytes(open_checkpoint(path).architecture, kv)
     return build_engine(
         path,
         ModelConfig(max_model_len=256, threads=threads),
-        CacheConfig(kv_cache_memory_bytes=size, enable_prefix_caching=prefix),
+        CacheConfig(kv_cache_memory_bytes=size, enable_prefix_caching=prefix, kv_cache_dtype=kv),
         SchedulerConfig(**scheduler),
     )
 
@@ -127,6 +134,31 @@ def test_after_preemption(smollm2_path: Path, company: list[EngineRequest]) -> N
     assert run(tight, long).texts() == expected
     assert tight.stats().num_preemptions > 0
     roomy.close()
+    tight.close()
+
+
+def test_with_keys_and_values_in_int8(smollm2_path: Path, company: list[EngineRequest]) -> None:
+    """Alone, in small chunks among others, with a warm prefix cache, after preemption: every bit."""
+    long = []
+    for each in company[1:5]:
+        each = copy.deepcopy(each)
+        each.params.max_tokens = 20
+        long.append(each)
+    roomy, expected = engine(smollm2_path, kv="int8", threads=1), {}
+    for each in long:
+        expected.update(run(roomy, [each]).texts())
+    roomy.close()
+    chunked = engine(smollm2_path, kv="int8", threads=2, max_num_batched_tokens=7)
+    assert run(chunked, long).texts() == expected
+    chunked.close()
+    warm = engine(smollm2_path, kv="int8", prefix=True)
+    assert run(warm, long).texts() == expected
+    assert run(warm, long).texts() == expected
+    assert warm.stats().prefix_cache_hits > 0
+    warm.close()
+    tight = engine(smollm2_path, kv="int8", num_blocks=4, max_num_batched_tokens=24)
+    assert run(tight, long).texts() == expected
+    assert tight.stats().num_preemptions > 0
     tight.close()
 
 

@@ -66,7 +66,7 @@ def test_attention_over_the_whole_sequence(
 ) -> None:
     q, k, v = (noise(length, n * head_dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
     blocks = -(-length // 16)
-    kv = np.full((blocks + 1) * 32 * kv_heads * head_dim + 64, 0x7FC0, np.uint16)  # NaN beyond the sequence
+    kv = np.full((blocks + 1) * 64 * kv_heads * head_dim + 64, 0xFF, np.uint8)  # NaN beyond the sequence
     table = np.random.default_rng(3).permutation(blocks).astype(np.int32)
     positions = np.arange(length, dtype=np.int32)
     slots = table[positions // 16] * 16 + positions % 16

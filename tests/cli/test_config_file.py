@@ -82,7 +82,6 @@ def test_a_missing_file_is_named() -> None:
     assert done.stderr == "headrace: missing.yaml cannot be read: No such file or directory.\n"
 
 
-@pytest.mark.native
 def test_a_server_starts_as_its_file_says_and_the_command_line_wins(
     minilm_path: Path, tmp_path: Path
 ) -> None:

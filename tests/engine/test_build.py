@@ -46,6 +46,15 @@ def test_blocks_follow_from_bytes() -> None:
         blocks_in_pool(architecture, CacheConfig(kv_cache_memory_bytes=1023))
 
 
+def test_int8_takes_little_more_than_half() -> None:
+    """A byte a value, and two float32 scales a slot and head; K in whole fours of features."""
+    architecture = simulated_architecture(windows=(None, 64))
+    per_group = 16 * (8 + 8 + 2 * 4)
+    assert memory.block_bytes(architecture, "int8") == 2 * per_group
+    cache = CacheConfig(kv_cache_memory_bytes=10 * 2 * per_group, kv_cache_dtype="int8")
+    assert blocks_in_pool(architecture, cache) == 10
+
+
 def test_not_enough_memory_is_known_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel killed the process half-way through loading, without a word."""
     for name, size in (("a.safetensors", 200 * 2**20), ("b.safetensors", 100 * 2**20), ("other.bin", 2**30)):
@@ -97,6 +106,8 @@ def test_a_containers_limit_counts(tmp_path: Path, folder: str, limit: str, usag
         (CacheConfig, "kv_cache_memory_bytes", 0),
         (CacheConfig, "kv_cache_memory_bytes", 2.0**30),
         (CacheConfig, "enable_prefix_caching", "yes"),
+        (CacheConfig, "kv_cache_dtype", "int4"),
+        (CacheConfig, "kv_cache_dtype", None),
         (CacheConfig, "swap_space", -1.0),
         (CacheConfig, "swap_space", float("nan")),
         (SchedulerConfig, "max_num_seqs", 0),

@@ -176,7 +176,6 @@ def test_a_server_that_fails_everything_is_a_failure_with_a_report(tmp_path: Pat
     assert (tmp_path / "x.html").exists()
 
 
-@pytest.mark.native
 def test_a_model_is_served_for_the_purpose_and_gone_afterwards(smollm2_path: Path, tmp_path: Path) -> None:
     arguments = ["--requests", "2", "--concurrency", "1", "--warmup", "0", "--output-tokens", "8"]
     done = run("smollm2-135m", *arguments, "--serve", "--threads 1", folder=tmp_path)
@@ -191,7 +190,6 @@ def test_a_model_is_served_for_the_purpose_and_gone_afterwards(smollm2_path: Pat
     assert re.search(r"report: bench-smollm2-135m-[\d-]+\.html", done.stdout)
 
 
-@pytest.mark.native
 def test_the_server_is_gone_when_bench_is_told_to_end(smollm2_path: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*_COMMAND, "smollm2-135m", "--duration", "60"],

@@ -19,8 +19,6 @@ import pytest
 
 import headrace
 
-pytestmark = pytest.mark.native
-
 _ENV = os.environ | {
     "PYTHONPATH": os.pathsep.join([str(Path(headrace.__file__).parents[1]), str(Path.cwd())])
 }
@@ -39,7 +37,14 @@ def diagnosis(target: str, *options: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["diagnosis"]
+    return undisturbed(json.loads(done.stdout)["diagnosis"])
+
+
+def undisturbed(found: dict[str, Any]) -> dict[str, Any]:
+    """A diagnosis, unless it says, rightly, that somebody else computes on this machine."""
+    if found["findings"][0]["cause"] == "machine_shared":
+        pytest.skip("other programs use the cores: " + "; ".join(found["findings"][0]["evidence"]))
+    return found
 
 
 @contextmanager

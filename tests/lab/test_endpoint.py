@@ -141,7 +141,6 @@ def test_no_server_at_all() -> None:
         asked("http://127.0.0.1:9/v1").answer(QUESTIONS[:1])
 
 
-@pytest.mark.native
 def test_our_own_server_answers_as_the_model_in_process(tmp_path: Path) -> None:
     """The same suite through HTTP and in process: the same answers, word for word."""
     make_model(tmp_path / "good", chat=True)

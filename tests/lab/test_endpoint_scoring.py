@@ -24,7 +24,6 @@ from tests.lab.small_models import TEXT, make_model
 Reply = tuple[int, bytes]
 
 
-@pytest.mark.native
 def test_our_own_server_scores_as_the_model_in_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,6 @@ from tests.e2e.running import COMMAND
 from tests.lab.data_wheel import offer_cases
 from tests.lab.small_models import TEXT, make_model
 
-pytestmark = pytest.mark.native
-
 GATE = "kl_mean: 0.02\nsame_top1: 0.9\nln_ppl_ratio: 0.05\nsuites:\n  hellaswag: {drop: 0.1, lost: 1}\n"
 
 
@@ -92,6 +90,17 @@ def test_an_honest_8_bit_model_passes_the_gate(models: Path, evaluate: Evaluate,
     assert other.returncode == 1
     assert "holds another evaluation" in other.stderr
     assert json.loads(output.read_text()) == report
+
+
+def test_what_keys_and_values_in_int8_cost(models: Path, evaluate: Evaluate, tmp_path: Path) -> None:
+    good, output = str(models / "good"), tmp_path / "eval.json"
+    narrow = ("--kv-cache-dtype", "int8", "--suite", "perplexity", "-o", str(output))
+    done = evaluate(good, "--against", good, *narrow)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    report = json.loads(output.read_text())
+    assert report["context"]["model"]["kv_cache_dtype"] == "int8"
+    assert report["context"]["against"]["kv_cache_dtype"] == "auto"
+    assert 0 < report["suites"]["perplexity"]["result"]["divergence"]["kl"]["value"] < 0.005
 
 
 def test_a_damaged_model_is_refused_and_what_fell_is_named(models: Path, evaluate: Evaluate) -> None:

@@ -41,13 +41,11 @@ def evaluate(folder: Path, model: str, *more: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.native
 def test_an_honest_8_bit_model_passes(folder: Path) -> None:
     code, printed = evaluate(folder, "good", "--quantization", "int8")
     assert (code, printed.splitlines()[-1]) == (0, "gate: passed"), printed
 
 
-@pytest.mark.native
 @pytest.mark.parametrize("how", ["scaled", "flipped"])
 def test_a_damaged_model_is_refused_by_name(folder: Path, how: str) -> None:
     code, printed = evaluate(folder, how)

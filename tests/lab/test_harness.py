@@ -106,7 +106,6 @@ def rolling_perplexity(folder: Path) -> float:
     return math.exp(-total / length)
 
 
-@pytest.mark.native
 def test_the_same_items_give_the_same_scores(folder: Path) -> None:
     output = folder / "eval.json"
     done = run(

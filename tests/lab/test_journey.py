@@ -61,7 +61,6 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.native
 def test_every_step_is_measured_or_left_out_for_a_reason(tiny_model: Path, tmp_path: Path) -> None:
     process = start(str(tiny_model), "--output", str(tmp_path), "--price-per-hour", "3.6")
     out, err = process.communicate(timeout=240)

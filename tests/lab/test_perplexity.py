@@ -78,7 +78,6 @@ def test_perplexity_is_that_of_an_independent_float32(pair: Pair, convention: An
     )
 
 
-@pytest.mark.native
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("kind", ["gemma3", "mistral"])
 def test_models_that_see_a_window_only(tmp_path: Path, kind: str, backend: Any) -> None:
@@ -94,7 +93,6 @@ def test_models_that_see_a_window_only(tmp_path: Path, kind: str, backend: Any) 
     assert found.value == pytest.approx(expected, rel=1e-5 if backend == "torch" else 0.05)
 
 
-@pytest.mark.native
 def test_the_cpu_backend_scores_the_same(pair: Pair) -> None:
     """Its KV cache is bfloat16 and its activations int8: close, where the reference is exact."""
     windows = windows_of(pair.tokens, "windows", 200)

@@ -189,7 +189,6 @@ def test_an_unknown_model_is_one_line_and_status_1() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.native
 def test_this_machine_is_measured_and_checked(smollm2_path: Path) -> None:
     """How close it is depends on what else runs: benchmarks/plan_check.py holds the bar."""
     work = ["--prompt-tokens", "32", "--output-tokens", "4", "--concurrency", "2", "--threads", "1"]

@@ -106,7 +106,6 @@ def test_examples_are_told_as_a_conversation(tmp_path: Path, monkeypatch: pytest
     assert "strict between draws" in done.stdout
 
 
-@pytest.mark.native
 def test_the_spread_of_multiple_choice_is_that_of_its_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,6 @@ class _Page(HTMLParser):
                 self.outside.append(f"{tag} {value}")
 
 
-@pytest.mark.native
 def test_a_small_budget_gives_the_files_and_a_server_that_starts(smollm2_path: Path, tmp_path: Path) -> None:
     arguments = ["smollm2-135m", "--trials", "2", "--switches", "max-num-seqs", "--slo", "ttft=9s,tpot=9s"]
     done = run(*arguments, "--serve", "--threads 1 --served-model-name tuned", folder=tmp_path)
@@ -128,7 +127,6 @@ def test_a_small_budget_gives_the_files_and_a_server_that_starts(smollm2_path: P
     assert card["id"] == "tuned"
 
 
-@pytest.mark.native
 def test_what_was_measured_survives_kill_9_and_ctrl_c(tiny: Path) -> None:
     arguments = ["tiny", "--switches", "max-num-batched-tokens", "-o", "killed"]
     killed = Running(*arguments, folder=tiny)
@@ -156,7 +154,6 @@ def test_what_was_measured_survives_kill_9_and_ctrl_c(tiny: Path) -> None:
     assert "killed holds another search (limits: {}, now " in other.stderr and "--overwrite" in other.stderr
 
 
-@pytest.mark.native
 def test_ctrl_c_before_anything_was_measured_ends_it(tiny: Path) -> None:
     running = Running("tiny", "--switches", "engine-process", "-o", "early", folder=tiny)
     running.wait_for("2 configurations of engine-process")
@@ -165,7 +162,6 @@ def test_ctrl_c_before_anything_was_measured_ends_it(tiny: Path) -> None:
     assert running.process.returncode == 130 and out == ""
 
 
-@pytest.mark.native
 def test_the_gate_names_what_it_refuses(tiny: Path) -> None:
     arguments = ["tiny", "--switches", "quantization", "--trials", "1", "--gate-text", "text.txt"]
     (tiny / "gate.yaml").write_text("kl_mean: 0.02\n")

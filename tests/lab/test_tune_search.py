@@ -32,6 +32,7 @@ from tests.lab.tune_searching import DIMENSIONS, Silent, World
 
 KNOWN = {
     "quantization": None,
+    "kv-cache-dtype": "auto",
     "threads": 0,
     "max-num-seqs": 32,
     "max-num-batched-tokens": 512,
@@ -74,7 +75,7 @@ def test_what_the_server_does_not_know_or_has_fixed_is_not_offered() -> None:
 def test_an_unknown_switch_and_an_empty_space_are_told() -> None:
     with pytest.raises(ConfigError, match="'thread' is no switch; did you mean threads"):
         space(ON_8_CORES, ["thread"])
-    with pytest.raises(ConfigError, match="there are quantization, threads"):
+    with pytest.raises(ConfigError, match="there are quantization, kv-cache-dtype, threads"):
         space(ON_8_CORES, ["xyz"])
     alone = Subject(options=KNOWN, cores=1, float_weights=False, users=16)
     with pytest.raises(ConfigError, match=r"nothing to search: quantization .*as shipped; threads .*1"):
@@ -83,20 +84,20 @@ def test_an_unknown_switch_and_an_empty_space_are_told() -> None:
 
 def test_a_switch_that_joins_the_registry_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = Switch(
-        "kv-cache-dtype",
-        ("kv-cache-dtype",),
-        lambda subject: [Choice("auto"), Choice("int8", {"kv-cache-dtype": "int8"})],
+        "weather",
+        ("weather",),
+        lambda subject: [Choice("rain"), Choice("sun", {"weather": "sun"})],
     )
     monkeypatch.setattr("headrace.lab.tune.switches.SWITCHES", [*SWITCHES, entry])
-    assert "kv-cache-dtype" not in labels(space(ON_8_CORES))  # this server has no such option
-    later = Subject(options=KNOWN | {"kv-cache-dtype": "auto"}, cores=2, float_weights=False, users=8)
+    assert "weather" not in labels(space(ON_8_CORES))  # this server has no such option
+    later = Subject(options=KNOWN | {"weather": "rain"}, cores=2, float_weights=False, users=8)
     dimensions = space(later)
-    world = World(lambda config: 2.0 if config["kv-cache-dtype"] == "int8" else 1.0)
+    world = World(lambda config: 2.0 if config["weather"] == "sun" else 1.0)
     search = world.search(dimensions)
     search.run(most=20)
-    assert {config["kv-cache-dtype"] for config in world.asked} == {"auto", "int8"}
+    assert {config["weather"] for config in world.asked} == {"rain", "sun"}
     assert search.best is not None
-    assert command_line(serve_options(dimensions, search.best.config))[-2:] == ["--kv-cache-dtype", "int8"]
+    assert command_line(serve_options(dimensions, search.best.config))[-2:] == ["--weather", "sun"]
 
 
 def test_options_of_a_configuration() -> None:

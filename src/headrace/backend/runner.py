@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headrace.backend.batch import Batch, StepResult
+from headrace.backend.kv_format import KVCacheDtype
 from headrace.model.architecture import Architecture
 
 
@@ -20,6 +21,7 @@ class RunnerSettings:
     max_logit_rows: int = 0  # m; 0 = one a sequence (drafts and prompt logprobs take more)
     threads: int = 0  # 0 = one per usable core
     device: str = "cpu"  # torch backend only
+    kv_cache_dtype: KVCacheDtype = "auto"
     group_blocks: tuple[int, ...] = ()  # KV blocks of each group; () = num_blocks each
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -39,7 +41,7 @@ class Capabilities:
     backend: str  # "cpu", "torch", "simulated"
     isa: str  # "avx512", "avx2", "portable", or the device's name
     batch_invariant: bool  # keeps the bit-identity promise of ARCHITECTURE.md
-    kv_dtype: str
+    kv_dtype: str  # what K and V are kept in: "bfloat16", "int8", "float32", …
     threads: int
     fingerprint: str  # build, ISA path, weights, KV format: equal fingerprints give equal tokens
 

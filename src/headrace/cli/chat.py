@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli import options
-from headrace.engine.config import DEFAULT_MODEL, ModelConfig
+from headrace.engine.config import DEFAULT_MODEL, CacheConfig, ModelConfig
 from headrace.errors import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def chat(
     max_model_len: options.MaxModelLen = None,
     quantization: options.Quantization = None,
     kv_cache_memory: options.KVCacheMemory = options.DEFAULT_KV_CACHE,
+    kv_cache_dtype: options.KVCacheDtype = "auto",
     threads: options.Threads = 0,
     backend: options.Backend = "cpu",
     device: options.Device = "cpu",
@@ -63,11 +64,15 @@ def chat(
         device=device,
         threads=threads,
     )
+    cache = CacheConfig(
+        kv_cache_memory_bytes=options.size_bytes(kv_cache_memory, "--kv-cache-memory"),
+        kv_cache_dtype=kv_cache_dtype,
+    )
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     interactive = sys.stdin.isatty()
     prompt = "" if interactive else _read_prompt()
     with download_progress() as progress:
-        frontend = options.load(config, kv_cache_memory=kv_cache_memory, progress=progress)
+        frontend = options.load(config, cache, progress)
     try:
         with asyncio.Runner() as runner:
             conversation = Conversation(frontend, params, raw=raw, system=system)

@@ -55,6 +55,7 @@ def serve(
     max_model_len: options.MaxModelLen = None,
     quantization: options.Quantization = None,
     kv_cache_memory: options.KVCacheMemory = options.DEFAULT_KV_CACHE,
+    kv_cache_dtype: options.KVCacheDtype = "auto",
     max_num_seqs: Annotated[
         int, typer.Option(min=1, max=4096, help="Sequences that run at once.")
     ] = _DEFAULTS.max_num_seqs,
@@ -125,6 +126,7 @@ def serve(
     cache = CacheConfig(
         kv_cache_memory_bytes=options.size_bytes(kv_cache_memory, "--kv-cache-memory"),
         enable_prefix_caching=prefix_caching,
+        kv_cache_dtype=kv_cache_dtype,
     )
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,

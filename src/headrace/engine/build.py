@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from headrace.backend.batch import BLOCK_SIZE
+from headrace.backend.kv_format import KVCacheDtype, check_kv_cache_dtype
 from headrace.backend.runner import RunnerSettings
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from headrace.engine.draft_build import plan_draft
@@ -100,7 +101,13 @@ def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: 
             param="max_num_batched_tokens",
         )
     settings = _runner_settings(
-        num_blocks, max_model_len, scheduler, model.threads, model.device, group_blocks
+        num_blocks,
+        max_model_len,
+        scheduler,
+        model.threads,
+        model.device,
+        group_blocks,
+        cache.kv_cache_dtype,
     )
     draft = plan_draft(scheduler.speculative, architecture, settings)
     if model.backend == "cpu":  # torch asks its own device
@@ -113,7 +120,7 @@ def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: 
 
 def blocks_in_pool(architecture: Architecture, cache: CacheConfig) -> int:
     """Blocks in each KV group that ``kv_cache_memory_bytes`` pays for. Raises ConfigError if not even one."""
-    size = block_bytes(architecture)
+    size = block_bytes(architecture, cache.kv_cache_dtype)
     num_blocks = cache.kv_cache_memory_bytes // size
     if num_blocks < 1:
         raise ConfigError(
@@ -134,7 +141,7 @@ def blocks_by_window(
     groups, or where nothing is saved, all have the same number, and () says so.
     """
     equal = blocks_in_pool(architecture, cache)
-    groups, sizes = architecture.kv_groups, group_block_bytes(architecture)
+    groups, sizes = architecture.kv_groups, group_block_bytes(architecture, cache.kv_cache_dtype)
     windows = [group.window for group in groups]
     if None not in windows:
         return equal, ()
@@ -184,6 +191,7 @@ def check_cache_config(cache: CacheConfig) -> None:
     _whole("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1)
     _one_of("enable_prefix_caching", cache.enable_prefix_caching, (True, False))
     _seconds_or_size("swap_space", cache.swap_space)
+    check_kv_cache_dtype(cache.kv_cache_dtype)
 
 
 def check_scheduler_config(scheduler: SchedulerConfig) -> None:
@@ -230,6 +238,7 @@ def _runner_settings(
     threads: int,
     device: str,
     group_blocks: tuple[int, ...] = (),
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> RunnerSettings:
     max_sequences = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     drafts = 0 if scheduler.speculative is None else scheduler.speculative.num_speculative_tokens
@@ -242,6 +251,7 @@ def _runner_settings(
         threads=threads,
         device=device,
         group_blocks=group_blocks,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from headrace.backend.kv_format import KVCacheDtype
 from headrace.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -31,12 +32,16 @@ class ModelConfig:
 
 @dataclass(slots=True)
 class CacheConfig:
-    """The KV cache: ``kv_cache_memory_bytes`` bounds the pool, ``swap_space`` (GiB) the second tier."""
+    """The KV cache: ``kv_cache_memory_bytes`` bounds the pool, ``swap_space`` (GiB) the second tier.
+
+    ``kv_cache_dtype``: what keys and values are kept in; "auto" is bfloat16 on the cpu backend.
+    """
 
     block_size: int = 16
     kv_cache_memory_bytes: int = 512 * 2**20
     enable_prefix_caching: bool = True
     swap_space: float = 0.0
+    kv_cache_dtype: KVCacheDtype = "auto"
 
 
 _OF_NGRAM = ("prompt_lookup_max", "prompt_lookup_min")

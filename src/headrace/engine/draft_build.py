@@ -53,7 +53,7 @@ def plan_draft(
     longest = min(settings.max_model_len, architecture.max_positions)
     num_blocks = min(settings.num_blocks, settings.max_sequences * blocks_for(longest))
     if speculative.kv_cache_memory_bytes is not None:
-        size = block_bytes(architecture)
+        size = block_bytes(architecture, settings.kv_cache_dtype)
         num_blocks = min(num_blocks, speculative.kv_cache_memory_bytes // size)
         if num_blocks < 1:
             raise ConfigError(

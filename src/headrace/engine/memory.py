@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from headrace.backend.batch import BLOCK_SIZE
+from headrace.backend.kv_format import KVCacheDtype, kv_block_bytes
 from headrace.backend.runner import RunnerSettings
 from headrace.engine.config import ModelConfig
 from headrace.errors import OutOfMemoryError
@@ -17,23 +17,19 @@ from headrace.model.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from headrace.engine.draft_build import DraftPlan
 
-KV_BYTES_PER_VALUE = 2  # bfloat16
 _NARROWED = {"int8": 9 / 16, "int4": 5 / 16}  # of 16-bit weights: codes and one scale for each group
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 _FIXED_BYTES = 64 * 2**20  # interpreter, tables, program
 
 
-def group_block_bytes(architecture: Architecture) -> list[int]:
+def group_block_bytes(architecture: Architecture, kv_cache_dtype: KVCacheDtype = "auto") -> list[int]:
     """Bytes of one block in each KV group: K and V of 16 tokens in its layers."""
-    return [
-        2 * KV_BYTES_PER_VALUE * group.kv_heads * group.head_dim * BLOCK_SIZE * len(group.layers)
-        for group in architecture.kv_groups
-    ]
+    return [kv_block_bytes(group, kv_cache_dtype) for group in architecture.kv_groups]
 
 
-def block_bytes(architecture: Architecture) -> int:
+def block_bytes(architecture: Architecture, kv_cache_dtype: KVCacheDtype = "auto") -> int:
     """Bytes of one block in every KV group."""
-    return sum(group_block_bytes(architecture))
+    return sum(group_block_bytes(architecture, kv_cache_dtype))
 
 
 def check_memory(
@@ -61,10 +57,8 @@ def _needs(
 ) -> tuple[int, int, int]:
     """Bytes of weights, of the KV pool, and of both with all else."""
     weights = int(weight_bytes(checkpoint.path) * _NARROWED.get(quantization or "", 1.0))
-    pool = sum(
-        settings.blocks_of(group) * size
-        for group, size in enumerate(group_block_bytes(checkpoint.architecture))
-    )
+    sizes = group_block_bytes(checkpoint.architecture, settings.kv_cache_dtype)
+    pool = sum(settings.blocks_of(group) * size for group, size in enumerate(sizes))
     return weights, pool, weights + pool + scratch_bytes(checkpoint.architecture, settings) + _FIXED_BYTES
 
 

@@ -57,6 +57,7 @@ class LLM:
         block_size: int | None = None,
         swap_space: float | None = None,
         kv_cache_memory_bytes: int | None = None,
+        kv_cache_dtype: str | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
@@ -91,6 +92,7 @@ class LLM:
             block_size=block_size,
             swap_space=swap_space,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=enable_prefix_caching,
         )
         self.scheduler_config = _with_arguments(

@@ -18,7 +18,6 @@ _KNOWN: dict[str, tuple[tuple[Any, ...] | object, str]] = {
     "data_parallel_size": ((1,), "run one LLM a process; leave it at 1"),
     "distributed_executor_backend": (("uni",), "one process computes a model; leave it out"),
     "dtype": (("auto",), "weights keep their own format; quantization='int8' or 'int4' narrows them"),
-    "kv_cache_dtype": (("auto", "bfloat16"), "keys and values are kept in bfloat16; leave it at 'auto'"),
     "load_format": (("auto", "safetensors", "gguf"), "safetensors and GGUF are read; leave it at 'auto'"),
     "tokenizer": ((), "the tokenizer comes with the model; leave it out"),
     "tokenizer_mode": (("auto", "hf"), "there is one kind of tokenizer; leave it at 'auto'"),

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend.batch import Batch
+from headrace.backend.batch import BLOCK_SIZE, Batch
 from headrace.backend.cpu.instruction import Op
+from headrace.backend.kv_format import kv_layer_bytes
 
 _U4, _U8, _BF16, _F32 = range(4)  # WeightFormat::Kind
 
@@ -45,7 +46,7 @@ def profile_of(
             name = "output head" if instruction["logit_rows"] else "matmul"
             multiplies, read_bytes, macs = _matmul(instruction, batch)
         elif op is Op.ATTENTION:
-            multiplies = "bf16"
+            multiplies = "int8" if instruction["i1"] else "bf16"
             read_bytes, macs = _attention(instruction, batch)
         found = kinds.setdefault(name, OpProfile(name, multiplies))
         found.seconds += spent / steps
@@ -75,6 +76,8 @@ def _attention(instruction: Any, batch: Batch) -> tuple[int, int]:
     if window:
         reach = np.diff(batch.query_start) - 1 + window
         seen, context = np.minimum(seen, window), np.minimum(context, reach)
-    head_dim = int(instruction["head_dim"])
-    read_bytes = int(context.sum()) * int(instruction["kv_heads"]) * head_dim * 2 * 2
-    return read_bytes, int(seen.sum()) * int(instruction["heads"]) * head_dim * 2
+    kv_heads, head_dim, int8 = int(instruction["kv_heads"]), int(instruction["head_dim"]), instruction["i1"]
+    read_bytes = int(context.sum()) * kv_layer_bytes(kv_heads, head_dim, "int8" if int8 else "bfloat16")
+    macs = int(seen.sum()) * int(instruction["heads"]) * head_dim * 2
+    # Over int8, queries and weights are two bytes, multiplied one after the other.
+    return read_bytes // BLOCK_SIZE, macs * 2 if int8 else macs

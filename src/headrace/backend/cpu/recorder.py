@@ -19,17 +19,12 @@ from headrace.backend.cpu.graph import Node
 from headrace.backend.cpu.instruction import INSTRUCTION, Base, Op
 from headrace.backend.cpu.packing import LANES, WeightFormat, padded
 from headrace.backend.cpu.weights_file import PackedTensor
+from headrace.backend.kv_format import kv_layer_bytes
 from headrace.backend.runner import RunnerSettings
 from headrace.errors import ConfigError, ModelFormatError
 from headrace.model.architecture import Architecture, AttentionSpec, RopeSpec
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-BYTES_PER_KV_VALUE = 2  # bf16
-
-
-def kv_layer_bytes(kv_heads: int, head_dim: int) -> int:
-    """Bytes of one layer in one block of 16 slots: K and V."""
-    return 2 * 16 * kv_heads * head_dim * BYTES_PER_KV_VALUE
 
 
 @dataclass(slots=True)
@@ -218,9 +213,11 @@ class Recorder:
         if spec.head_dim % 2:
             raise ModelFormatError(f"head_dim is {spec.head_dim}; the cpu backend needs an even one")
         q, k, v = (self.places[id(n)] for n in node.inputs)
+        kv_dtype = self.settings.kv_cache_dtype
         shape: dict[str, Any] = {
             "kv_group": group,
-            "kv_offset": members.index(layer) * kv_layer_bytes(spec.kv_heads, spec.head_dim),
+            "kv_offset": members.index(layer) * kv_layer_bytes(spec.kv_heads, spec.head_dim, kv_dtype),
+            "i1": kv_dtype == "int8",
             "heads": spec.heads,
             "kv_heads": spec.kv_heads,
             "head_dim": spec.head_dim,

@@ -16,8 +16,9 @@ from headrace.backend.cpu.cores import usable_cores
 from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.instruction import INSTRUCTION
 from headrace.backend.cpu.profile import OpProfile, profile_of
-from headrace.backend.cpu.recorder import kv_layer_bytes, record
+from headrace.backend.cpu.recorder import record
 from headrace.backend.cpu.weights_file import packed_weights
+from headrace.backend.kv_format import KVCacheDtype, check_kv_cache_dtype, kv_block_bytes
 from headrace.backend.runner import Capabilities, RunnerSettings
 from headrace.errors import ConfigError, EngineDeadError
 from headrace.model.checkpoint import Checkpoint
@@ -53,11 +54,13 @@ class CpuRunner:
         threads = settings.threads or usable_cores()
         if not 1 <= threads <= MAX_THREADS:
             raise ConfigError(f"threads must be between 1 and {MAX_THREADS}, got {threads}")
+        check_kv_cache_dtype(settings.kv_cache_dtype)
+        kv_dtype: KVCacheDtype = "int8" if settings.kv_cache_dtype == "int8" else "bfloat16"
         self.architecture = arch = checkpoint.architecture
         nodes = network_graph(arch)
         weights = packed_weights(checkpoint, nodes)
         recording = record(nodes, arch, weights.tensors, settings, _native.quant_row_bytes)
-        block_bytes = [len(g.layers) * kv_layer_bytes(g.kv_heads, g.head_dim) for g in arch.kv_groups]
+        block_bytes = [kv_block_bytes(group, kv_dtype) for group in arch.kv_groups]
 
         self._scratch = _zeros(recording.scratch_bytes)
         for offset, values in recording.constants:
@@ -82,12 +85,12 @@ class CpuRunner:
         )
         kv = [_zeros(settings.blocks_of(g) * size + _SPARE) for g, size in enumerate(block_bytes)]
         self._program.bind([weights.data, self._scratch, *kv])
-        material = f"{headrace.__version__} {isa} {checkpoint.fingerprint()} bf16"
+        material = f"{headrace.__version__} {isa} {checkpoint.fingerprint()} {kv_dtype}"
         self.capabilities = Capabilities(
             backend="cpu",
             isa=isa,
             batch_invariant=True,
-            kv_dtype="bfloat16",
+            kv_dtype=kv_dtype,
             threads=threads,
             fingerprint=hashlib.sha256(material.encode()).hexdigest()[:16],
         )

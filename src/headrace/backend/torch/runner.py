@@ -11,6 +11,7 @@ import torch
 
 import headrace
 from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, StepResult, pooled
+from headrace.backend.kv_format import KVCacheDtype, check_kv_cache_dtype, kv_block_bytes
 from headrace.backend.runner import Capabilities, RunnerSettings
 from headrace.backend.sampling import sample
 from headrace.backend.torch.device import compute_dtype, device_name, free_bytes, open_device, to_torch
@@ -27,10 +28,10 @@ from headrace.model.weights.tensor_shapes import expected_shapes
 class TorchRunner:
     """A loaded model; implements :class:`~headrace.backend.runner.Runner`.
 
-    On the CPU it computes in float32 from dequantised weights with a float32 KV cache: the reference that
-    other backends are measured against. On any other device it computes in bfloat16; that is experimental.
-    ``settings.extra["dtype"]`` (float32, bfloat16, float16) overrides either. Not batch invariant: torch
-    picks its kernels by shape.
+    On the CPU it computes in float32 from dequantised weights: the reference that other backends are measured
+    against. On any other device it computes in bfloat16; that is experimental. ``settings.extra["dtype"]``
+    (float32, bfloat16, float16) overrides either. ``settings.kv_cache_dtype`` "auto" keeps K and V in the
+    dtype of the computation. Not batch invariant: torch picks its kernels by shape.
 
     Raises ConfigError for a device or dtype that cannot be used, ModelFormatError for bad weights,
     OutOfMemoryError before loading when weights and KV would not fit.
@@ -38,22 +39,28 @@ class TorchRunner:
 
     def __init__(self, checkpoint: Checkpoint, settings: RunnerSettings) -> None:
         self.architecture = checkpoint.architecture
+        check_kv_cache_dtype(settings.kv_cache_dtype)
         self._device = open_device(settings.device)
         self._dtype = compute_dtype(self._device, settings.extra.get("dtype"))
         if settings.threads > 0:
             torch.set_num_threads(settings.threads)
+        self._kv_cache_dtype = settings.kv_cache_dtype
         num_blocks = max(settings.group_blocks, default=settings.num_blocks)
-        _refuse_what_does_not_fit(self.architecture, num_blocks, self._device, self._dtype)
+        _refuse_what_does_not_fit(
+            self.architecture, num_blocks, self._device, self._dtype, self._kv_cache_dtype
+        )
         self._weights: dict[str, torch.Tensor] | None = _load(checkpoint, self._device, self._dtype)
         self._kv: TorchKV | None = self._new_kv(num_blocks)
         dtype_name = str(self._dtype).removeprefix("torch.")
+        kv_dtype = dtype_name if self._kv_cache_dtype == "auto" else self._kv_cache_dtype
         isa = device_name(self._device)
-        identity = (headrace.__version__, torch.__version__, isa, dtype_name, checkpoint.fingerprint())
+        source = checkpoint.fingerprint()
+        identity = (headrace.__version__, torch.__version__, isa, dtype_name, kv_dtype, source)
         self.capabilities = Capabilities(
             backend="torch",
             isa=isa,
             batch_invariant=False,
-            kv_dtype=dtype_name,
+            kv_dtype=kv_dtype,
             threads=torch.get_num_threads(),
             fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest(),
         )
@@ -101,7 +108,13 @@ class TorchRunner:
         return np.ascontiguousarray(rows)
 
     def _new_kv(self, num_blocks: int) -> TorchKV:
-        return TorchKV(self.architecture.layers, num_blocks, dtype=self._dtype, device=self._device)
+        return TorchKV(
+            self.architecture.layers,
+            num_blocks,
+            dtype=self._dtype,
+            device=self._device,
+            kv_cache_dtype=self._kv_cache_dtype,
+        )
 
 
 def _load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -118,12 +131,17 @@ def _load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> d
 
 
 def _refuse_what_does_not_fit(
-    architecture: Architecture, num_blocks: int, device: torch.device, dtype: torch.dtype
+    architecture: Architecture,
+    num_blocks: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_cache_dtype: KVCacheDtype,
 ) -> None:
     weights = sum(math.prod(shape) for shape in expected_shapes(architecture).values())
-    slot = sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in architecture.layers)
     weight_bytes = weights * dtype.itemsize
-    kv_bytes = slot * num_blocks * BLOCK_SIZE * dtype.itemsize
+    kv_bytes = num_blocks * sum(kv_block_bytes(group, kv_cache_dtype) for group in architecture.kv_groups)
+    if kv_cache_dtype == "auto":
+        kv_bytes = kv_bytes * dtype.itemsize // torch.bfloat16.itemsize
     free = free_bytes(device)
     if free is not None and weight_bytes + kv_bytes > free:
         raise OutOfMemoryError(

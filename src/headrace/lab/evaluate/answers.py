@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from headrace.backend.kv_format import KVCacheDtype
 from headrace.frontend.batch import BatchError
 from headrace.frontend.llm import LLM, SamplingParams
 from headrace.lab.evaluate.checks import Rubric
@@ -110,6 +111,7 @@ class LocalAnswerer:
         model: str,
         *,
         quantization: Literal["int8", "int4"] | None = None,
+        kv_cache_dtype: KVCacheDtype = "auto",
         backend: str = "cpu",
         device: str = "cpu",
         threads: int = 0,
@@ -119,6 +121,7 @@ class LocalAnswerer:
         self._llm = LLM(
             model,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             backend=backend,
             device=device,
             threads=threads,

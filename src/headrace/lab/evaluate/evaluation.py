@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace import __version__
+from headrace.backend.kv_format import KVCacheDtype
 from headrace.errors import ConfigError
 from headrace.lab.evaluate.choices import CHOICE_SUITES
 from headrace.lab.evaluate.divergence import DEFAULT_CONTEXT, Convention, TextResult
@@ -57,6 +58,7 @@ class Settings:
     limit: int | None = None
     seed: int = 0
     quantization: Literal["int8", "int4"] | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"  # of the model, as its quantization
     backend: Literal["cpu", "torch"] = "cpu"
     device: str = "cpu"
     threads: int = 0
@@ -103,6 +105,7 @@ class Evaluation:
             settings.model,
             settings.against,
             quantization=settings.quantization,
+            kv_cache_dtype=settings.kv_cache_dtype,
             backend=settings.backend,
             device=settings.device,
             threads=settings.threads,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.backend.kv_format import KVCacheDtype
 from headrace.errors import ConfigError
 from headrace.frontend.tokenizer import Tokenizer, load_tokenizer
 from headrace.lab.evaluate.answers import Answerer, LocalAnswerer
@@ -29,6 +30,7 @@ class Candidate:
     path: Path | None
     tokenizer_path: Path | None
     quantization: Literal["int8", "int4"] | None
+    kv_cache_dtype: KVCacheDtype
     backend: Literal["cpu", "torch"]
     device: str
     _tokenizer: Tokenizer | None = field(default=None, init=False)
@@ -63,6 +65,7 @@ class Candidate:
             fingerprint=None if self.path is None else self._checkpoint().fingerprint(),
             tokenizer=None if self.tokenizer_path is None else self.tokenizer().fingerprint,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
             backend="endpoint" if self.path is None else self.backend,
             device=self.device,
         )
@@ -86,6 +89,7 @@ class Models:
         against: str | None,
         *,
         quantization: Literal["int8", "int4"] | None,
+        kv_cache_dtype: KVCacheDtype = "auto",
         backend: Literal["cpu", "torch"],
         device: str,
         threads: int,
@@ -101,18 +105,20 @@ class Models:
         def found(reference: str) -> Path | None:
             return None if endpoint is not None else store.resolve(reference, progress=downloads)
 
-        def candidate(reference: str, quantization: Literal["int8", "int4"] | None) -> Candidate:
+        def candidate(
+            reference: str, quantization: Literal["int8", "int4"] | None, kv_cache_dtype: KVCacheDtype
+        ) -> Candidate:
             path = found(reference)
-            return Candidate(reference, path, path or remote, quantization, backend, device)
+            return Candidate(reference, path, path or remote, quantization, kv_cache_dtype, backend, device)
 
         remote = None if endpoint is None else _tokenizer_path(model, tokenizer, downloads)
-        self.model = candidate(model, quantization)
+        self.model = candidate(model, quantization, kv_cache_dtype)
         self.reference: Candidate | None = None
         if against == FLOAT32:
             path = self.model.path
-            self.reference = Candidate(FLOAT32, path, path, None, "torch", "cpu")
+            self.reference = Candidate(FLOAT32, path, path, None, "auto", "torch", "cpu")
         elif against is not None:
-            self.reference = candidate(against, None)
+            self.reference = candidate(against, None, "auto")
 
     def scorer(self, candidate: Candidate, max_tokens: int) -> Scorer:
         """For sequences of ``max_tokens``, or as many as the model takes."""
@@ -125,6 +131,7 @@ class Models:
                 candidate.path,
                 max_tokens=max_tokens,
                 quantization=candidate.quantization,
+                kv_cache_dtype=candidate.kv_cache_dtype,
                 backend=candidate.backend,
                 device=candidate.device,
                 threads=self._threads,
@@ -168,6 +175,7 @@ class Models:
                 self._answerers[candidate] = LocalAnswerer(
                     str(candidate.path),
                     quantization=candidate.quantization,
+                    kv_cache_dtype=candidate.kv_cache_dtype,
                     backend=candidate.backend,
                     device=candidate.device,
                     threads=self._threads,

@@ -211,6 +211,7 @@ class ModelContext(BaseModel):
     fingerprint: str | None
     tokenizer: str | None
     quantization: str | None
+    kv_cache_dtype: str = "auto"
     backend: str
     device: str
 

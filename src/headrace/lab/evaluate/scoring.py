@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headrace.backend import open_runner
 from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, SamplingTable
+from headrace.backend.kv_format import KVCacheDtype
 from headrace.backend.runner import Runner, RunnerSettings
 from headrace.errors import ContextLengthError, GenerationError, InvalidRequestError
 from headrace.model.weights import open_checkpoint
@@ -151,6 +152,7 @@ def open_scorer(
     *,
     max_tokens: int,
     quantization: Literal["int8", "int4"] | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     backend: Literal["cpu", "torch"] = "cpu",
     device: str = "cpu",
     threads: int = 0,
@@ -170,6 +172,7 @@ def open_scorer(
         max_model_len=max_tokens,
         threads=threads,
         device=device,
+        kv_cache_dtype=kv_cache_dtype,
     )
     runner = open_runner(checkpoint, backend, settings)
     return Scorer(cast(LogitsRunner, runner), max_tokens, rows)

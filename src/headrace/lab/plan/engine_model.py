@@ -14,10 +14,11 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.cpu.instruction import Op
 from headrace.backend.cpu.limits import Limits
 from headrace.backend.cpu.packing import LANES, U4, WeightFormat
-from headrace.backend.cpu.recorder import BYTES_PER_KV_VALUE
+from headrace.backend.kv_format import kv_layer_bytes
 from headrace.lab.plan.hardware import EngineFactors
 from headrace.lab.plan.recorded_step import STEP_TOKENS, matrix_bytes
 
@@ -117,7 +118,7 @@ class EngineModel:
         # sixteen slots of KV: head_dim / 2 pairs for their scores and as many for their values, and a softmax
         blocks = heads * seen / LANES
         work = blocks * (head_dim * pair_s + self.factors.softmax_slots.value * self._dot_s())
-        read = self._read_s(2 * kept * kv_heads * head_dim * BYTES_PER_KV_VALUE)
+        read = self._read_s(kept * kv_layer_bytes(kv_heads, head_dim, "auto") / BLOCK_SIZE)
         read /= self.factors.kv_bandwidth.value
         # units are claimed whole: three of them take two threads as long as four
         busy = ceil(units / self.limits.threads) / units

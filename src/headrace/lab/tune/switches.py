@@ -107,6 +107,10 @@ def _quantization(subject: Subject) -> list[Choice]:
     ]
 
 
+def _kv_cache_dtype(subject: Subject) -> list[Choice]:
+    return [Choice("auto"), Choice("int8", {"kv-cache-dtype": "int8"}, {"kv_cache_dtype": "int8"})]
+
+
 def _speculation(subject: Subject) -> list[Choice]:
     found = [Choice("off")]
     for tokens in (8, 4, 2):
@@ -125,6 +129,7 @@ def _engine(subject: Subject) -> list[Choice]:
 
 SWITCHES: list[Switch] = [
     Switch("quantization", ("quantization",), _quantization),
+    Switch("kv-cache-dtype", ("kv-cache-dtype",), _kv_cache_dtype),
     Switch("threads", ("threads",), _threads),
     Switch("max-num-seqs", ("max-num-seqs",), _numbers("max-num-seqs", _sequences)),
     Switch(

@@ -1,0 +1,165 @@
+// Grouped-query attention, causal or over the whole sequence, over paged KV, with an online softmax (Milakov
+// & Gimelshein, arXiv 1805.02867; FlashAttention, arXiv 2205.14135): what all KV formats share.
+//
+// A KV block holds 16 slots and K is stored transposed, so sixteen scores are the sixteen lanes of one
+// accumulator and nothing is summed across lanes but the softmax denominator. Contexts are cut at absolute
+// positions (tiles of 128, partitions of 512 that start afresh and are merged in order), so a row's bits
+// depend neither on the rows computed beside it nor on the way the prompt was chunked.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace headrace {
+namespace HR_ISA {
+namespace {
+
+constexpr int kTile = 128;
+constexpr int kPartition = 512;
+constexpr int kTileBlocks = kTile / 16;
+constexpr int kVectors = 4;  // query vectors computed together
+
+struct State {  // of each query vector: running maximum, denominator, weighted sum of V
+  float* largest;
+  float* total;
+  float* acc;
+};
+
+// Caps a tile's scores, hides those outside of [begin, end), and returns the largest so far.
+HR_INLINE float cap_and_mask(float* scores, int begin, int end, float softcap, float before) {
+  const Vec masked = set1(-INFINITY);
+  Vec top = masked;
+  for (int b = 0; b < kTileBlocks; ++b) {
+    Vec x = load(scores + 16 * b);
+    if (softcap != 0.0f) x = mul(set1(softcap), tanh(div(x, set1(softcap))));
+    x = keep_lanes(x, begin - 16 * b, end - 16 * b, masked);
+    store(scores + 16 * b, x);
+    top = max(top, x);
+  }
+  const float in_tile = reduce_max(top);
+  return before > in_tile ? before : in_tile;
+}
+
+// Takes a tile's largest score and the sum of its weights into a vector's state.
+HR_INLINE void fold_tile(State s, int vector, float largest, float total, int padded) {
+  const float before = s.largest[vector];
+  if (before != largest && s.total[vector] > 0.0f) {
+    float t[16];
+    store(t, exp(set1(before - largest)));
+    float* acc = s.acc + static_cast<size_t>(vector) * padded;
+    for (int d = 0; d < padded; d += 16) store(acc + d, mul(load(acc + d), set1(t[0])));
+    total += s.total[vector] * t[0];
+  } else {
+    total += s.total[vector];
+  }
+  s.largest[vector] = largest;
+  s.total[vector] = total;
+}
+
+HR_INLINE void clear(State s, int vectors, int padded) {
+  for (int i = 0; i < vectors; ++i) {
+    s.largest[i] = -INFINITY;
+    s.total[i] = 0.0f;
+  }
+  std::memset(s.acc, 0, static_cast<size_t>(vectors) * padded * sizeof(float));
+}
+
+HR_INLINE void merge(State into, State from, int vectors, int padded) {
+  for (int i = 0; i < vectors; ++i) {
+    if (from.total[i] == 0.0f) continue;  // saw nothing (NaN is not skipped)
+    float* a = into.acc + static_cast<size_t>(i) * padded;
+    const float* b = from.acc + static_cast<size_t>(i) * padded;
+    if (into.total[i] == 0.0f) {
+      std::memcpy(a, b, static_cast<size_t>(padded) * sizeof(float));
+      into.largest[i] = from.largest[i];
+      into.total[i] = from.total[i];
+      continue;
+    }
+    const float largest = into.largest[i] > from.largest[i] ? into.largest[i] : from.largest[i];
+    float t[16], u[16];
+    store(t, exp(set1(into.largest[i] - largest)));
+    store(u, exp(set1(from.largest[i] - largest)));
+    for (int d = 0; d < padded; d += 16)
+      store(a + d, add(mul(load(a + d), set1(t[0])), mul(load(b + d), set1(u[0]))));
+    into.total[i] = into.total[i] * t[0] + from.total[i] * u[0];
+    into.largest[i] = largest;
+  }
+}
+
+// Format: a KV format's Query, what it makes of a query vector; prepare, which does; and attend_tile for up
+// to kVectors of them.
+template <class Format>
+HR_INLINE void attend(const AttentionArgs& a) {
+  const int group = a.heads / a.kv_heads;
+  const int rows = a.row_end - a.row_begin;
+  const int vectors = rows * group;
+  const int padded = (a.head_dim + 15) / 16 * 16;
+  const size_t part_bytes = kv_head_bytes(Format::kFormat, a.head_dim);
+  float* scratch = a.scratch;
+  typename Format::Query q[kMaxQueryVectors];
+  int first[kMaxQueryVectors], last[kMaxQueryVectors];  // absolute positions seen, last inclusive
+  int lowest = a.length > 0 ? 0 : a.positions[a.row_begin], highest = 0;
+  for (int v = 0; v < vectors; ++v) {
+    const int row = a.row_begin + v / group;
+    const float* vector = a.q + static_cast<size_t>(row) * a.q_stride +
+                          static_cast<size_t>(a.kv_head * group + v % group) * a.head_dim;
+    q[v] = Format::prepare(vector, a.head_dim, scratch + static_cast<size_t>(v) * padded);
+    last[v] = a.length > 0 ? a.length - 1 : a.positions[row];
+    first[v] = a.window > 0 && last[v] >= a.window ? last[v] - a.window + 1 : 0;
+    lowest = first[v] < lowest ? first[v] : lowest;
+    highest = last[v] > highest ? last[v] : highest;
+  }
+  scratch += static_cast<size_t>(kMaxQueryVectors) * padded;
+  const auto state = [&]() {
+    State s{scratch, scratch + kMaxQueryVectors, scratch + 2 * kMaxQueryVectors};
+    scratch += static_cast<size_t>(kMaxQueryVectors) * (padded + 2);
+    return s;
+  };
+  const State whole = state(), part = state();
+  clear(whole, vectors, padded);
+  for (int partition = lowest / kPartition * kPartition; partition <= highest; partition += kPartition) {
+    clear(part, vectors, padded);
+    for (int tile = partition; tile < partition + kPartition && tile <= highest; tile += kTile) {
+      if (tile + kTile <= lowest) continue;
+      const uint8_t* kv[kTileBlocks];  // this head's part of each block
+      const int remaining = (highest - tile) / 16 + 1;
+      const int blocks = remaining < kTileBlocks ? remaining : kTileBlocks;
+      for (int b = 0; b < blocks; ++b)
+        kv[b] = a.kv + static_cast<size_t>(a.block_table[tile / 16 + b]) * a.block_stride +
+                static_cast<size_t>(a.kv_head) * part_bytes;
+      for (int v = 0; v < vectors; v += kVectors) {
+        int begin[kVectors], end[kVectors];
+        const int count = vectors - v < kVectors ? vectors - v : kVectors;
+        for (int i = 0; i < count; ++i) {
+          begin[i] = first[v + i] > tile ? first[v + i] - tile : 0;
+          end[i] = last[v + i] - tile + 1 < kTile ? last[v + i] - tile + 1 : kTile;
+        }
+        switch (count) {
+          case 1:
+            Format::template attend_tile<1>(q + v, kv, blocks, begin, end, a.softcap, part, v, a.head_dim);
+            break;
+          case 2:
+            Format::template attend_tile<2>(q + v, kv, blocks, begin, end, a.softcap, part, v, a.head_dim);
+            break;
+          case 3:
+            Format::template attend_tile<3>(q + v, kv, blocks, begin, end, a.softcap, part, v, a.head_dim);
+            break;
+          default:
+            Format::template attend_tile<4>(q + v, kv, blocks, begin, end, a.softcap, part, v, a.head_dim);
+        }
+      }
+    }
+    merge(whole, part, vectors, padded);
+  }
+  for (int v = 0; v < vectors; ++v) {
+    const int row = a.row_begin + v / group;
+    float* out = a.output + static_cast<size_t>(row) * a.output_stride +
+                 static_cast<size_t>(a.kv_head * group + v % group) * a.head_dim;
+    const float* acc = whole.acc + static_cast<size_t>(v) * padded;
+    for (int d = 0; d < a.head_dim; ++d) out[d] = acc[d] / whole.total[v];
+  }
+}
+
+}  // namespace
+}  // namespace HR_ISA
+}  // namespace headrace
