@@ -35,7 +35,8 @@ class Form:
 class Peer:
     """An engine: ``script`` is run by the Python of its own environment, which holds ``requirements``.
 
-    No requirements: it is run by this Python. ``environment``: variables that its process gets.
+    No requirements: it is run by this Python. ``environment``: variables that its process gets. ``unwanted``:
+    what comes along, is not needed, and breaks others when its build does not fit torch's.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Peer:
     disk_bytes: int = 0
     server: bool = False
     environment: dict[str, str] = field(default_factory=dict)
+    unwanted: tuple[str, ...] = ()
 
     @property
     def ours(self) -> bool:
@@ -99,9 +101,10 @@ PEERS = (
         (
             Form("int4", 4, "float32", "bf16", made=True, large=True),
             Form("int8", 8, "float32", "bf16", made=True),
-            Form("bf16", 16, "bfloat16", "bf16", made=True, leader=False),
+            Form("fp16", 16, "float32", "bf16", made=True, leader=False),
         ),
         disk_bytes=4 << 30,
+        unwanted=("torchvision",),
     ),
     Peer(
         "onnxruntime",
@@ -134,6 +137,7 @@ PEERS = (
         ),
         disk_bytes=8 << 30,
         server=True,
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
     ),
 )

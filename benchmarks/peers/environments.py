@@ -44,7 +44,7 @@ def python_of(peer: Peer) -> Path:
     folder = home() / peer.name
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     stamp = folder / "requirements.txt"
-    wanted = "\n".join(peer.requirements) + "\n"
+    wanted = "\n".join([*peer.requirements, *(f"# without {name}" for name in peer.unwanted)]) + "\n"
     if stamp.is_file() and stamp.read_text() == wanted and python.exists():
         return python
     home().mkdir(parents=True, exist_ok=True)
@@ -54,6 +54,8 @@ def python_of(peer: Peer) -> Path:
     try:
         _run([sys.executable, "-m", "venv", "--clear", str(folder)])
         _run([str(python), "-m", "pip", "install", "-q", *peer.requirements])
+        if peer.unwanted:
+            _run([str(python), "-m", "pip", "uninstall", "-q", "-y", *peer.unwanted])
     except (subprocess.SubprocessError, OSError) as error:
         raise Unavailable(f"not installed: {_last_words(error)}") from None
     stamp.write_text(wanted)

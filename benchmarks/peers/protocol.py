@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import traceback
 from dataclasses import asdict, dataclass, field
@@ -101,6 +102,15 @@ def run(runner: Runner) -> None:
             wire.write(json.dumps(answer(runner, json.loads(line))) + "\n")
             wire.flush()
     os._exit(0)  # engines' own threads and exit handlers have been seen to hang
+
+
+def call(command: list[str]) -> None:
+    """Run a tool of the engine's. Raises RuntimeError with its last words if it fails."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    sys.stderr.write(done.stdout + done.stderr)
+    if done.returncode:
+        said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        raise RuntimeError(said[-1].strip() if said else f"{command[0]} ended with {done.returncode}")
 
 
 def size_bytes(path: Path, *suffixes: str) -> int:

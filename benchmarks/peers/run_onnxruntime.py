@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from protocol import Generated, Loaded, Runner, Settings, log_softmax, run, size_bytes
+from protocol import Generated, Loaded, Runner, Settings, call, log_softmax, run, size_bytes
 
 
 class OnnxRuntime(Runner):
@@ -28,11 +27,7 @@ class OnnxRuntime(Runner):
         ]
         command += ["-p", form, "-e", "cpu", "-c", str(target.with_suffix(".cache"))]
         command += ["--extra_options", "int4_accuracy_level=4", "int4_block_size=32"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        path = target / "genai_config.json"
-        config = json.loads(path.read_text())
-        config["model"]["eos_token_id"] = config["model"]["vocab_size"]  # ends nothing: lengths are fixed
-        path.write_text(json.dumps(config, indent=1))
+        call(command)
 
     def load(self, model: Path, form: str, settings: Settings) -> Loaded:
         import onnxruntime_genai
@@ -49,8 +44,10 @@ class OnnxRuntime(Runner):
         import onnxruntime_genai
 
         params = onnxruntime_genai.GeneratorParams(self._model)
+        length = len(prompts[0]) + output_tokens
+        # The shortest length keeps the end token from being chosen before it.
         params.set_search_options(
-            do_sample=False, max_length=len(prompts[0]) + output_tokens, batch_size=len(prompts)
+            do_sample=False, min_length=length, max_length=length, batch_size=len(prompts)
         )
         generator = onnxruntime_genai.Generator(self._model, params)
         generator.append_tokens(np.asarray(prompts, np.int32))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from protocol import Generated, Loaded, Runner, Settings, log_softmax, run, size_bytes
+from protocol import Generated, Loaded, Runner, Settings, call, log_softmax, run, size_bytes
 
 EXPORT = {
     "int4": ["--weight-format", "int4", "--group-size", "32", "--ratio", "1.0"],
     "int8": ["--weight-format", "int8"],
-    "bf16": ["--weight-format", "bf16"],
+    "fp16": ["--weight-format", "fp16"],
 }
 
 
@@ -25,7 +24,7 @@ class OpenVINO(Runner):
     def prepare(self, source: Path, target: Path, form: str) -> None:
         command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino"]
         command += ["--model", str(source), "--task", "text-generation-with-past", *EXPORT[form]]
-        subprocess.run([*command, str(target)], check=True, stdout=sys.stderr)
+        call([*command, str(target)])
 
     def load(self, model: Path, form: str, settings: Settings) -> Loaded:
         import openvino_genai
