@@ -222,11 +222,14 @@ class Session:
         child.ask(self._options.timeout_s, do="logprobs", **asked)
 
     def compared(self, models: Models) -> None:
-        """Compare every engine's log-probabilities with those of float32 weights."""
+        """Compare every engine's log-probabilities with those of float32 weights.
+
+        Only if the engine that computes those is among the variants: it is not installed for this alone.
+        """
+        if not any(variant.peer is REFERENCE.peer for variant in self._variants):
+            return
         logs = self._options.output / "logs"
         reference = logs / "reference.npy"
-        if not any((logs / f"{name.replace(':', '-')}.npy").exists() for name in self._rows):
-            return
         child: Child | None = None
         try:
             child = start(REFERENCE, self._options.threads, self._log(REFERENCE))
