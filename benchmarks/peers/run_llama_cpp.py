@@ -17,29 +17,29 @@ class LlamaCpp(Runner):
     """Formats: the GGUF as shipped, and its matrices requantised to Q4_0 or Q8_0."""
 
     def prepare(self, source: Path, target: Path, form: str) -> None:
-        """Requantise the dequantised weights; the embedding, which is the head as well, becomes Q8_0."""
+        """Requantise a GGUF file's dequantised matrices, or a Transformers folder's.
+
+        The embedding, which is the head as well, becomes Q8_0.
+        """
         import gguf
+        import gguf_folder
         import numpy as np
 
-        reader = gguf.GGUFReader(source)
-        architecture = reader.fields["general.architecture"].contents()
-        writer = gguf.GGUFWriter(target, architecture)
-        for name, entry in reader.fields.items():
-            if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
-                continue
-            inner = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, entry.contents(), entry.types[0], sub_type=inner)
+        writer = gguf.GGUFWriter(target, "llama")
         writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{form}"])
-        for tensor in reader.tensors:
-            if len(tensor.shape) < 2:
-                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        if source.is_dir():
+            gguf_folder.write_metadata(source, writer)
+            tensors = gguf_folder.tensors(source)
+        else:
+            reader = gguf.GGUFReader(source)
+            _copy_metadata(reader, writer)
+            tensors = ((one.name, gguf.dequantize(one.data, one.tensor_type)) for one in reader.tensors)
+        for name, values in tensors:
+            if values.ndim < 2:
+                writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
                 continue
-            kind = gguf.GGMLQuantizationType["Q8_0" if tensor.name.startswith("token_embd") else form]
-            data = tensor.data
-            if kind != tensor.tensor_type:
-                floats = gguf.dequantize(data, tensor.tensor_type)
-                data = gguf.quantize(np.ascontiguousarray(floats), kind)
-            writer.add_tensor(tensor.name, data, raw_dtype=kind)
+            kind = gguf.GGMLQuantizationType["Q8_0" if name.startswith("token_embd") else form]
+            writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -105,6 +105,16 @@ class LlamaCpp(Runner):
                 row[one["id"]] = one["logprob"]
             found.append(np.maximum(row, -80.0))  # tokens whose probability is 0 in float32
         return np.stack(found)
+
+
+def _copy_metadata(reader: Any, writer: Any) -> None:
+    import gguf
+
+    for name, entry in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        inner = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, entry.contents(), entry.types[0], sub_type=inner)
 
 
 if __name__ == "__main__":

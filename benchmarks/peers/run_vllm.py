@@ -9,6 +9,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from protocol import Generated, Loaded, Runner, Settings, run, size_bytes
 
@@ -75,6 +76,7 @@ class VLLM(Runner):
             dtype="bfloat16",
             max_model_len=settings.max_len,
             max_num_seqs=settings.max_sequences,
+            max_logprobs=-1,  # a whole row may be asked for
             disable_log_stats=True,
         )
         version = f"vllm {_version()}, torch {metadata.version('torch')}"
@@ -99,6 +101,21 @@ class VLLM(Runner):
         seconds = time.perf_counter() - began
         tokens = [found[str(number)] for number in range(len(prompts))]
         return Generated(seconds, None if first is None else first - began, tokens)
+
+    def logprobs(self, token_ids: list[int], rows: int) -> Any:
+        import numpy as np
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
+        found = []
+        for end in range(len(token_ids) - rows + 1, len(token_ids) + 1):
+            asked = {"prompt_token_ids": token_ids[:end]}
+            told = self._llm.generate([asked], params, use_tqdm=False)[0].outputs[0].logprobs[0]
+            row = np.full(len(told), -np.inf, np.float32)
+            for token, one in told.items():
+                row[token] = one.logprob
+            found.append(row)
+        return np.stack(found)
 
     def serve(self, model: Path, form: str, settings: Settings, port: int) -> None:
         program = str(Path(sys.executable).with_name("vllm"))
