@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from protocol import Generated, Loaded, Runner, Settings, run, size_bytes
+
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 W8A8 = {
     "quant_method": "compressed-tensors",
@@ -131,7 +134,9 @@ class VLLM(Runner):
             "bfloat16",
         ]
         command += ["--max-model-len", str(settings.max_len), "--max-num-seqs", str(settings.max_sequences)]
-        subprocess.Popen(command, stdout=sys.stderr)
+        # Its server's engine is a process of its own, unlike ours above.
+        environment = {name: value for name, value in os.environ.items() if name != IN_PROCESS}
+        subprocess.Popen(command, stdout=sys.stderr, env=environment)
 
 
 def _version() -> str:
