@@ -129,6 +129,22 @@ def test_a_server_that_dies_is_a_connection_error() -> None:
     assert stage.errors == {"connection": 3}
 
 
+def test_a_kept_connection_that_the_server_closes_is_no_failure() -> None:
+    """llama.cpp closes a connection after a stream without having said so."""
+    streamer = Streamer()
+
+    async def once(exchange: Exchange) -> None:
+        if any(other.writer is exchange.writer for other in streamer.asked[:-1]):
+            exchange.writer.transport.abort()
+        else:
+            await streamer.decent(exchange)
+
+    streamer.behaviour = once
+    with running(streamer) as address:
+        [stage] = bench(address, requests=6, levels=(2,)).stages
+    assert (stage.completed, stage.errors) == (6, {})
+
+
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 def test_chunks_may_be_cut_anywhere(size: int, line_end: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -58,11 +59,8 @@ async def ask(
     answer = _Answer(record, now)
     record.sent_s = now()
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            session.post(url, data=body, headers=headers, allow_redirects=False) as response,
-        ):
-            await answer.read(response)
+        async with asyncio.timeout(timeout_s):
+            await _exchange(session, url, body, headers, answer)
     except TimeoutError:
         record.error = "timeout"
         record.detail = (
@@ -82,6 +80,47 @@ async def ask(
     finally:
         record.end_s = now()
     return "".join(answer.text)
+
+
+@dataclass(slots=True)
+class _Connection:
+    """``kept``: it has served a request before."""
+
+    kept: bool = False
+
+
+def connection_watch() -> aiohttp.TraceConfig:
+    """What a session needs for :func:`ask` to know which connections were kept from earlier requests."""
+    import aiohttp
+
+    async def kept(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
+        if isinstance(context.trace_request_ctx, _Connection):
+            context.trace_request_ctx.kept = True
+
+    watch = aiohttp.TraceConfig()
+    watch.on_connection_reuseconn.append(kept)
+    return watch
+
+
+async def _exchange(
+    session: aiohttp.ClientSession, url: str, body: bytes, headers: dict[str, str], answer: _Answer
+) -> None:
+    """Send and read. A kept connection may be closed just as it is used again (RFC 9112, section 9.3.1): then
+    the server has not seen the request, and it is sent on another one."""
+    import aiohttp
+
+    while True:
+        connection, answered = _Connection(), False
+        try:
+            async with session.post(
+                url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=connection
+            ) as response:
+                answered = True
+                await answer.read(response)
+            return
+        except (aiohttp.ClientConnectionError, ConnectionError):
+            if answered or not connection.kept:
+                raise
 
 
 def _words(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from headrace.errors import ConfigError
+from headrace.lab.bench.client import connection_watch
 from headrace.lab.bench.context import context
 from headrace.lab.bench.datasets import read_dataset
 from headrace.lab.bench.endpoint import Endpoint, Route, base_url, looks_like_url, probe
@@ -73,7 +74,9 @@ async def measure(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=15)
     # Proxies of the environment are for the world outside, and would only slow what is near.
     outside = not re.match(_NEAR, urlsplit(base_url(target.address)).hostname or "")
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=outside) as http:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, trust_env=outside, trace_configs=[connection_watch()]
+    ) as http:
         endpoint = await probe(
             http,
             target.address,
