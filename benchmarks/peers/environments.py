@@ -6,9 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from catalogue import Form, Peer
+from filelock import FileLock
 
 from headrace.paths import cache_dir
 
@@ -23,6 +26,14 @@ class Unavailable(Exception):
 def home() -> Path:
     """Where environments and converted models are."""
     return cache_dir() / "peers"
+
+
+@contextmanager
+def making() -> Iterator[None]:
+    """One process at a time installs or converts; others wait, and then find what it has made."""
+    home().mkdir(parents=True, exist_ok=True)
+    with FileLock(home() / "making.lock"):
+        yield
 
 
 def child_environment(peer: Peer, threads: int) -> dict[str, str]:
@@ -45,9 +56,14 @@ def python_of(peer: Peer) -> Path:
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     stamp = folder / "requirements.txt"
     wanted = "\n".join([*peer.requirements, *(f"# without {name}" for name in peer.unwanted)]) + "\n"
-    if stamp.is_file() and stamp.read_text() == wanted and python.exists():
-        return python
-    home().mkdir(parents=True, exist_ok=True)
+    with making():
+        if not (stamp.is_file() and stamp.read_text() == wanted and python.exists()):
+            _install(peer, folder, python)
+            stamp.write_text(wanted)
+    return python
+
+
+def _install(peer: Peer, folder: Path, python: Path) -> None:
     if shutil.disk_usage(home()).free < peer.disk_bytes:
         raise Unavailable(f"not installed: it needs {peer.disk_bytes >> 30} GiB of disk in {home()}")
     print(f"installing {peer.name}: {' '.join(peer.requirements)}", file=sys.stderr, flush=True)
@@ -58,8 +74,6 @@ def python_of(peer: Peer) -> Path:
             _run([str(python), "-m", "pip", "uninstall", "-q", "-y", *peer.unwanted])
     except (subprocess.SubprocessError, OSError) as error:
         raise Unavailable(f"not installed: {_last_words(error)}") from None
-    stamp.write_text(wanted)
-    return python
 
 
 def _run(command: list[str]) -> None:

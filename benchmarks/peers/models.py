@@ -8,7 +8,7 @@ from pathlib import Path
 
 from catalogue import Source, Variant
 from child import Child, ChildError
-from environments import Unavailable, child_environment, clear, converted, home, python_of
+from environments import Unavailable, child_environment, clear, converted, home, making, python_of
 from float_checkpoint import LLAMA_1B, write_dequantised, write_random
 
 from headrace.model.weights import open_checkpoint
@@ -38,19 +38,21 @@ class Models:
         if not variant.form.made:
             return source
         target = converted(variant.peer, variant.form, self.name)
-        if not target.exists():
-            self._convert(variant, source, target)
+        with making():
+            if not target.exists():
+                self._convert(variant, source, target)
         return target
 
     def _source(self, kind: Source) -> Path:
         if kind == "shipped":
             return self.shipped
         target = home() / "models" / self.name / kind
-        if not target.exists():
-            draft = target.with_name(f"{kind}.draft")
-            clear(draft)
-            write_dequantised(self.shipped, draft, kind)
-            draft.rename(target)
+        with making():
+            if not target.exists():
+                draft = target.with_name(f"{kind}.draft")
+                clear(draft)
+                write_dequantised(self.shipped, draft, kind)
+                draft.rename(target)
         return target
 
     def _convert(self, variant: Variant, source: Path, target: Path) -> None:
@@ -81,12 +83,13 @@ class LargeModels(Models):
 
     def __init__(self, tokenizer_of: Path, logs: Path, threads: int) -> None:
         folder = home() / "models" / "random-1b" / "bfloat16"
-        if not folder.exists():
-            print("writing random weights of the 1B shape", file=sys.stderr, flush=True)
-            draft = folder.with_name("bfloat16.draft")
-            clear(draft)
-            write_random(draft, LLAMA_1B, tokenizer_of)
-            draft.rename(folder)
+        with making():
+            if not folder.exists():
+                print("writing random weights of the 1B shape", file=sys.stderr, flush=True)
+                draft = folder.with_name("bfloat16.draft")
+                clear(draft)
+                write_random(draft, LLAMA_1B, tokenizer_of)
+                draft.rename(folder)
         super().__init__(folder, logs, threads)
         self.name = "random-1b"
 
