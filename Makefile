@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find src native -type f ! -name '*.pyc') CMakeLists.txt pyproject.toml README.md LICENSE
 NATIVE := $(wildcard native/*.cpp native/*.h)
 
-.PHONY: help install serve test check format sanitize bench-peers wheel clean
+.PHONY: help install serve journey test check format sanitize bench-peers wheel clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -21,6 +21,7 @@ help:
 	@echo 'make install   build headrace and install it into $(VENV)'
 	@echo 'make serve     install, pull MODEL (default: $(MODEL)), serve it on 127.0.0.1:8000'
 	@echo '               (more options of headrace serve: ARGS="--port 8001")'
+	@echo 'make journey   MODEL from a transformers server to all of headrace, each step measured (10 minutes)'
 	@echo 'make test      install what the tests need, check the code, run every test'
 	@echo 'make check     formatting, lint and types only'
 	@echo 'make format    rewrite the sources in the agreed formatting'
@@ -63,15 +64,18 @@ serve: $(STAMPS)/install
 	$(BIN)/headrace models pull $(MODEL)
 	exec $(BIN)/headrace serve $(MODEL) $(ARGS)
 
+journey: $(STAMPS)/dev $(STAMPS)/install
+	$(BIN)/python -m benchmarks.journey $(MODEL) $(ARGS)
+
 check: $(STAMPS)/dev $(STAMPS)/install
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 format: $(STAMPS)/dev
-	$(BIN)/ruff format src tests
-	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
 	$(BIN)/clang-format -i $(NATIVE)
 
 # supported_isas() names the best path first: the whole suite, at the end, runs with that one.

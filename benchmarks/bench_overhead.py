@@ -56,7 +56,7 @@ def main() -> int:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        address = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        address = server.stdout.readline().strip()
         cores = _cores()
         if cores is not None:
             os.sched_setaffinity(server.pid, cores[1])

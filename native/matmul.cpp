@@ -33,6 +33,8 @@ HR_INLINE void finish(const MatmulArgs& a, Vec acc, int row, int tile) {
   }
 }
 
+constexpr int kAhead = 8;  // tiles
+
 template <int Bits>
 HR_INLINE IVec dot_codes(IVec acc, Bytes w, const int8_t* x) {
   return Bits == 4 ? dot_u4(acc, w, x) : dot_u8(acc, w, x);
@@ -48,8 +50,10 @@ HR_INLINE Bytes tile_codes(const uint8_t* w, int j) {
 
 // Quantised weights: MR rows against one tile row of 16 outputs. Rows are interleaved inside a group, so that
 // each code register is made once and the dot products' latencies overlap.
+//
+// first: nobody has read these weights yet, so they come from memory, and are asked for some tiles ahead.
 template <int Bits, bool F32, bool Min, int Group, int MR>
-HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
+HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
   constexpr int kCodes = Bits == 4 ? 256 : 512;
   constexpr int kScaleRow = 16 * (F32 ? 4 : 2);
   constexpr int kParts = 32 / Group;  // scale rows per tile
@@ -74,15 +78,15 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
       HR_UNROLL for (int r = 0; r < MR; ++r) any_wide |=
           reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
     }
-    if constexpr (MR <= 4) {
-      for (size_t line = 0; line < kTile; line += 64) prefetch(w + 4 * kTile + line);
+    if (first) {
+      for (size_t line = 0; line < kTile; line += 64) prefetch(w + kAhead * kTile + line);
     }
     const int8_t* q = reinterpret_cast<const int8_t*>(x) + g * 32;
     for (int part = 0; part < kParts; ++part) {
-      const int first = part * kRegisters, last = first + kRegisters;
+      const int from = part * kRegisters, to = from + kRegisters;
       IVec dot[MR];
       HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] = izero();
-      HR_UNROLL for (int j = first; j < last; ++j) {
+      HR_UNROLL for (int j = from; j < to; ++j) {
         const Bytes codes = tile_codes<Bits>(w, j);
         HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] =
             dot_codes<Bits>(dot[r], codes, q + r * stride + 4 * j);
@@ -92,7 +96,7 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row) {
           const uint64_t word = reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
           if (!(word >> (g % 64) & 1)) continue;
           dot[r] = mul(dot[r], iset1(QuantRow::kWide));
-          HR_UNROLL for (int j = first; j < last; ++j) dot[r] =
+          HR_UNROLL for (int j = from; j < to; ++j) dot[r] =
               dot_codes<Bits>(dot[r], tile_codes<Bits>(w, j), q + r * stride + fine_at + 4 * j);
         }
       }
@@ -132,10 +136,11 @@ void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_beg
   for (int tile = tile_begin; tile < tile_end; ++tile) {
     int row = row_begin;
     for (; row + kManyRows <= row_end; row += kManyRows)
-      quant_rows<Bits, F32, Min, Group, kManyRows>(a, tile, row);
+      quant_rows<Bits, F32, Min, Group, kManyRows>(a, tile, row, row == row_begin);
     if constexpr (kManyRows > 4)
-      for (; row + 4 <= row_end; row += 4) quant_rows<Bits, F32, Min, Group, 4>(a, tile, row);
-    for (; row < row_end; ++row) quant_rows<Bits, F32, Min, Group, 1>(a, tile, row);
+      for (; row + 4 <= row_end; row += 4)
+        quant_rows<Bits, F32, Min, Group, 4>(a, tile, row, row == row_begin);
+    for (; row < row_end; ++row) quant_rows<Bits, F32, Min, Group, 1>(a, tile, row, row == row_begin);
   }
 }
 

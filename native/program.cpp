@@ -10,6 +10,8 @@ namespace headrace {
 namespace {
 
 constexpr int kRowBlock = 96;  // rows of activations that stay in cache while weights stream past
+constexpr int kFewRows = 16;   // so few that a matrix takes longer to read than to multiply
+constexpr size_t kWarmBytes = 8192;
 }  // namespace
 
 Program::Program(std::vector<Instruction> instructions, Limits limits, const Kernels& kernels, int threads)
@@ -18,7 +20,7 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
       kernels_(kernels),
       pool_(threads),
       barrier_(threads),
-      claims_(new Claim[instructions_.size()]) {
+      claims_(new Claim[instructions_.size() * static_cast<size_t>(threads)]) {
   int largest_head = 16;
   for (const Instruction& in : instructions_) {
     check_instruction(in);
@@ -62,7 +64,8 @@ void Program::plan_units(const BatchView& b) {
 void Program::run(const BatchView& batch, const ResultView& result) {
   check_batch(batch);
   plan_units(batch);
-  for (size_t i = 0; i < instructions_.size(); ++i) claims_[i].next.store(0, std::memory_order_relaxed);
+  const size_t claims = instructions_.size() * static_cast<size_t>(pool_.threads());
+  for (size_t i = 0; i < claims; ++i) claims_[i].next.store(0, std::memory_order_relaxed);
   const auto work = [&](int thread) { execute(thread, batch, result); };
   pool_.run(std::cref(work));  // three captures would not fit into a std::function without allocating
 }
@@ -73,7 +76,10 @@ void Program::execute(int thread, const BatchView& batch, const ResultView& resu
   for (size_t i = 0; i < instructions_.size(); ++i) {
     const Clock::time_point start = timed ? Clock::now() : Clock::time_point();
     step(instructions_[i], i, thread, batch, result);
-    if (instructions_[i].barrier) barrier_.wait();
+    if (instructions_[i].barrier) {
+      warm(i + 1, thread, batch);
+      barrier_.wait();
+    }
     if (timed) profile_[i] += std::chrono::duration<double>(Clock::now() - start).count();
   }
 }
@@ -91,7 +97,7 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
   const int begin = static_cast<int>(static_cast<int64_t>(rows) * thread / threads);
   const int end = static_cast<int>(static_cast<int64_t>(rows) * (thread + 1) / threads);
   const auto floats = [&](const Operand& o) { return reinterpret_cast<float*>(at(o)); };
-  Claim& claim = claims_[index];
+  Claim* claims = &claims_[index * static_cast<size_t>(threads)];
   switch (in.op) {
     case kEmbed:
       return kernels_.embed(in.format, at(in.weight), in.i0, in.i1, in.i2 ? b.positions : b.token_ids, in.f0,
@@ -128,7 +134,7 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
     case kQuantise:
       return kernels_.quantise(floats(in.in), in.in_stride / 4, at(in.out), in.i0, begin, end);
     case kMatmul:
-      return matmul(in, claim, rows);
+      return matmul(in, claims, thread, rows);
     case kRope: {
       RopeArgs a{};
       a.qkv = floats(in.out);
@@ -151,7 +157,7 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
       return kernels_.rope(a, begin, end);
     }
     case kAttention:
-      return attention(in, claim, thread, b);
+      return attention(in, *claims, thread, b);
     case kGlu:
       return kernels_.glu(floats(in.in), in.in_stride / 4, in.i1, in.i2, floats(in.out), in.out_stride / 4,
                           at(in.out2), in.i0, begin, end);
@@ -161,15 +167,38 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
                          static_cast<size_t>(in.i0), in.f0);
       return;
     case kSample:
-      return sample(in, claim, thread, b, result);
+      return sample(in, *claims, thread, b, result);
     case kPool:
-      return pool(in, claim, b);
+      return pool(in, *claims, b);
     default:
       return;
   }
 }
 
-void Program::matmul(const Instruction& in, Claim& claim, int rows) {
+Program::Tiles Program::tiles_of(const Instruction& in) const {
+  const int tiles = (in.i0 + 15) / 16;
+  const int chunk = std::clamp(tiles / (pool_.threads() * 6) / 4 * 4, 4, 64);
+  return {chunk, (tiles + chunk - 1) / chunk};
+}
+
+// While few rows leave a thread waiting for the others, it asks for the weights that it will read next.
+void Program::warm(size_t index, int thread, const BatchView& b) const {
+  if (index == instructions_.size() || instructions_[index].op != kMatmul) return;
+  const Instruction& in = instructions_[index];
+  if ((in.logit_rows ? b.logit_rows : b.tokens) > kFewRows || in.format.dense()) return;
+  const Tiles tiles = tiles_of(in);
+  const size_t row = in.format.tile_bytes() * static_cast<size_t>(in.i1 / 32);
+  const int first = tiles.first(thread, pool_.threads()), end = tiles.first(thread + 1, pool_.threads());
+  const size_t bytes =
+      std::min(kWarmBytes, row * static_cast<size_t>(tiles.chunk) * static_cast<size_t>(end - first));
+  const uint8_t* weights =
+      at(in.weight) + row * static_cast<size_t>(tiles.chunk) * static_cast<size_t>(first);
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(weights + i);
+}
+
+// Every thread has a run of tiles of its own, so that it reads one stretch of memory, and then helps the
+// others with theirs.
+void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows) {
   MatmulArgs a{};
   a.format = in.format;
   a.weights = at(in.weight);
@@ -181,13 +210,17 @@ void Program::matmul(const Instruction& in, Claim& claim, int rows) {
   a.n = in.i0;
   a.k = in.i1;
   a.add = in.i2;
-  const int tiles = (in.i0 + 15) / 16;
-  const int chunk = std::clamp(tiles / (pool_.threads() * 6) / 4 * 4, 4, 64);
-  const int chunks = (tiles + chunk - 1) / chunk;
+  const Tiles tiles = tiles_of(in);
+  const int last = (in.i0 + 15) / 16, threads = pool_.threads();
   const int blocks = (rows + kRowBlock - 1) / kRowBlock;
-  for (int u; (u = claim.next.fetch_add(1, std::memory_order_relaxed)) < chunks * blocks;) {
-    const int tile = u % chunks * chunk, row = u / chunks * kRowBlock;
-    kernels_.matmul(a, tile, std::min(tile + chunk, tiles), row, std::min(row + kRowBlock, rows));
+  for (int i = 0; i < threads; ++i) {
+    const int owner = (thread + i) % threads, first = tiles.first(owner, threads);
+    const int count = tiles.first(owner + 1, threads) - first;
+    std::atomic<int32_t>& next = claims[owner].next;
+    for (int u; (u = next.fetch_add(1, std::memory_order_relaxed)) < count * blocks;) {
+      const int tile = (first + u % count) * tiles.chunk, row = u / count * kRowBlock;
+      kernels_.matmul(a, tile, std::min(tile + tiles.chunk, last), row, std::min(row + kRowBlock, rows));
+    }
   }
 }
 

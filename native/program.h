@@ -103,6 +103,12 @@ class Program {
   struct Unit {  // rows of one sequence that one attention call handles
     int32_t sequence, row_begin, row_end;
   };
+  struct Tiles {  // how a matrix is divided: chunks of so many tiles, a run of chunks for each thread
+    int chunk, chunks;
+    int first(int thread, int threads) const {
+      return static_cast<int>(static_cast<int64_t>(chunks) * thread / threads);
+    }
+  };
   struct alignas(64) Claim {
     std::atomic<int32_t> next{0};
   };
@@ -113,10 +119,12 @@ class Program {
   void check_operands(const Instruction& in, const std::vector<int64_t>& sizes) const;
   void check_batch(const BatchView& batch) const;
   void plan_units(const BatchView& batch);
+  Tiles tiles_of(const Instruction& in) const;
   void execute(int thread, const BatchView& batch, const ResultView& result);
   void step(const Instruction& in, size_t index, int thread, const BatchView& batch,
             const ResultView& result);
-  void matmul(const Instruction& in, Claim& claim, int rows);
+  void matmul(const Instruction& in, Claim* claims, int thread, int rows);
+  void warm(size_t index, int thread, const BatchView& batch) const;
   void attention(const Instruction& in, Claim& claim, int thread, const BatchView& batch);
   void pool(const Instruction& in, Claim& claim, const BatchView& batch);
   void sample(const Instruction& in, Claim& claim, int thread, const BatchView& batch,
@@ -130,7 +138,7 @@ class Program {
   Barrier barrier_;
   std::vector<uint8_t*> bases_;
   std::vector<int64_t> sizes_;
-  std::unique_ptr<Claim[]> claims_;
+  std::unique_ptr<Claim[]> claims_;            // per instruction, one a thread; only matmuls use them all
   std::vector<std::vector<Unit>> units_;       // per distinct rows-per-unit
   std::vector<int> unit_rows_;                 // rows-per-unit of units_[i]
   std::vector<std::vector<float>> scratch_;    // per thread, attention

@@ -32,7 +32,8 @@ def home() -> Path:
 def making() -> Iterator[None]:
     """One process at a time installs or converts; others wait, and then find what it has made."""
     home().mkdir(parents=True, exist_ok=True)
-    with FileLock(home() / "making.lock"):
+    # One object in this process: converting installs, too.
+    with FileLock(home() / "making.lock", is_singleton=True):
         yield
 
 

@@ -71,6 +71,14 @@ class OverloadedError(HeadraceError):
     code = "overloaded"
 
 
+class DeadlineExceededError(HeadraceError):
+    """The request's own ``timeout_s`` passed, or cannot be kept at the present load."""
+
+    status = 504
+    type = "server_error"
+    code = "deadline_exceeded"
+
+
 class OutOfMemoryError(HeadraceError):
     """The estimate says that the model and its KV pool do not fit; refused before loading."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from headrace.backend.runner import RunnerSettings
-from headrace.backend.simulated import SimulatedRunner, simulated_architecture
+from headrace.backend.simulated import Latency, SimulatedRunner, simulated_architecture
 from headrace.engine.build import SPARE_LOGIT_ROWS
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.engine import Engine
@@ -18,17 +19,37 @@ VOCAB = 64
 EOS = 7
 
 
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def small_engine(
     *,
     num_blocks: int = 256,
     max_model_len: int = 400,
     windows: tuple[int | None, ...] = (None,),
+    window_blocks: int | None = None,
     prefix_caching: bool = True,
     seed: int | None = 0,
     runner: type[SimulatedRunner] = SimulatedRunner,
+    clock: Clock | None = None,
+    latency: Latency | None = None,
     **scheduler: Any,
 ) -> Engine:
-    """An engine on a simulated runner; ``scheduler`` are fields of SchedulerConfig."""
+    """An engine on a simulated runner; ``scheduler`` are fields of SchedulerConfig.
+
+    ``window_blocks``: what groups with a window have beside one that has none, which have ``num_blocks``.
+    With a ``clock``, steps take ``latency`` of its time and no other time passes.
+    """
     config = SchedulerConfig(**scheduler)
     max_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
     settings = RunnerSettings(
@@ -37,9 +58,20 @@ def small_engine(
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         max_logit_rows=min(max_sequences + SPARE_LOGIT_ROWS, config.max_num_batched_tokens),
+        group_blocks=()
+        if window_blocks is None or len(set(windows)) < 2
+        else tuple(num_blocks if window is None else window_blocks + 1 for window in windows),
     )
     architecture = simulated_architecture(vocab_size=VOCAB, max_positions=max_model_len, windows=windows)
-    return Engine(runner(architecture, settings), settings, config, prefix_caching=prefix_caching, seed=seed)
+    opened = runner(architecture, settings, latency=latency, sleep=clock.sleep if clock else time.sleep)
+    return Engine(
+        opened,
+        settings,
+        config,
+        prefix_caching=prefix_caching,
+        seed=seed,
+        clock=clock or time.monotonic,
+    )
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -48,7 +80,14 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def request(
-    name: str, prompt: list[int], *, priority: int = 0, salt: str = "", **params: Any
+    name: str,
+    prompt: list[int],
+    *,
+    priority: int = 0,
+    salt: str = "",
+    tenant: str = "",
+    weight: float = 1.0,
+    **params: Any,
 ) -> EngineRequest:
     """A request with a seed of its own unless ``params`` says otherwise."""
     params.setdefault("seed", sum(name.encode()))
@@ -58,6 +97,8 @@ def request(
         params=SamplingParams(**params),
         eos_token_ids=[EOS],
         priority=priority,
+        tenant=tenant,
+        tenant_weight=weight,
         cache_salt=salt,
     )
 

@@ -57,8 +57,8 @@ def test_equal_hashes_do_not_share(monkeypatch: pytest.MonkeyPatch, prompts: int
 def test_equal_tokens_behind_another_parent_are_not_found() -> None:
     """K and V depend on everything before them: equal tokens under one hash are not yet equal content."""
     cache = PrefixCache()
-    one, other = CachedBlock(b"1", None, b"a", "", (0,)), CachedBlock(b"2", None, b"b", "", (1,))
-    child = CachedBlock(b"3", one, b"c", "", (2,))
+    one, other = CachedBlock(b"1", None, b"a", "", [0]), CachedBlock(b"2", None, b"b", "", [1])
+    child = CachedBlock(b"3", one, b"c", "", [2])
     for block in (one, other, child):
         cache.insert(block)
     assert cache.find(b"3", one, b"c", "") is child
@@ -82,7 +82,7 @@ def test_groups_have_blocks_of_their_own() -> None:
     batch = engine.scheduler.schedule(0.0)
     assert batch is not None
     assert batch.block_tables[0].tolist() != batch.block_tables[1].tolist()
-    engine.scheduler.commit(engine.runner.run(batch), 0.0)
+    engine.scheduler.commit(engine.runner.run(batch), 0.0, 0.0)
     finish(engine, Answers())
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from small_engines import EOS, VOCAB, Answers, assert_idle, finish, request, run, small_engine, tokens
+from small_engines import EOS, Answers, assert_idle, finish, request, run, small_engine, tokens
 
 from headrace.backend.batch import Batch, Float32
 from headrace.backend.simulated import SimulatedRunner
@@ -245,7 +245,7 @@ def test_penalties_see_each_token_once_with_its_count() -> None:
                 expected.update(dict.fromkeys(prompt, 0))
             assert len(ids) == len(set(ids))
             assert dict(zip(ids, table.seen_counts[part].tolist(), strict=True)) == dict(expected)
-        answers.take(engine.scheduler.commit(engine.runner.run(batch), 0.0))
+        answers.take(engine.scheduler.commit(engine.runner.run(batch), 0.0, 0.0))
 
 
 def test_unseeded_requests_differ_but_follow_the_engines_seed() -> None:
@@ -267,11 +267,10 @@ POISON = 13
 class Poisoned(SimulatedRunner):
     """Computes NaN for every query that is the token POISON, as overflowing activations would."""
 
-    def logits(self, batch: Batch, sequence: int, position: int) -> Float32:
-        last = batch.token_ids[batch.query_start[sequence + 1] - 1]
-        if last == POISON:
-            return np.full(VOCAB, np.nan, np.float32)
-        return super().logits(batch, sequence, position)
+    def logits(self, batch: Batch) -> Float32:
+        logits = super().logits(batch)
+        logits[batch.token_ids[batch.logit_rows] == POISON] = np.nan
+        return logits
 
 
 def test_a_failed_row_ends_its_sequence_only() -> None:

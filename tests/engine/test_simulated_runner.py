@@ -80,10 +80,10 @@ def test_a_broken_batch_is_refused(damage: Callable[[Batch], None]) -> None:
 def test_a_block_of_another_text_changes_the_output() -> None:
     """Positions alone cannot tell two sequences' blocks apart: the tokens read decide the next one."""
     engine, batch = engine_with_batch()
-    right = engine.runner.logits(batch, 0, int(batch.positions[0]))  # type: ignore[attr-defined]
+    right = engine.runner.logits(batch)[0]  # type: ignore[attr-defined]
     mixed = copy.deepcopy(batch)
     mixed.block_tables[0][0, 0] = mixed.block_tables[0][1, 0]
-    wrong = engine.runner.logits(mixed, 0, int(batch.positions[0]))  # type: ignore[attr-defined]
+    wrong = engine.runner.logits(mixed)[0]  # type: ignore[attr-defined]
     assert not np.array_equal(right, wrong)
 
 

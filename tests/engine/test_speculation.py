@@ -8,16 +8,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from small_engines import Answers, finish, request, run, small_engine, tokens
+from small_engines import request, run, small_engine, tokens
 
-from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, StepResult
+from headrace.backend.batch import Batch, Float32, StepResult
 from headrace.backend.simulated import SimulatedRunner
 from headrace.engine.build import check_scheduler_config
 from headrace.engine.config import SchedulerConfig, SpeculativeConfig
 from headrace.engine.request import EngineRequest
-from headrace.engine.speculation import Acceptance, StepCost
+from headrace.engine.speculation import Acceptance
+from headrace.engine.step_cost import StepCost
 from headrace.errors import ConfigError
 
 ALWAYS = SpeculativeConfig(num_speculative_tokens=6, prompt_lookup_min=2, adaptive=False)
@@ -29,12 +28,13 @@ class RepetitiveRunner(SimulatedRunner):
 
     liking = 15.0
 
-    def logits(self, batch: Batch, sequence: int, position: int) -> Float32:
-        logits = super().logits(batch, sequence, position)
-        earlier = position + 1 - PERIOD
-        if earlier >= 0:
-            block = batch.block_tables[0][sequence, earlier // BLOCK_SIZE]
-            logits[self._slot_tokens[0][block * BLOCK_SIZE + earlier % BLOCK_SIZE]] += self.liking
+    def logits(self, batch: Batch) -> Float32:
+        logits = super().logits(batch)
+        owners = batch.query_start.searchsorted(batch.logit_rows, side="right") - 1
+        earlier = batch.positions[batch.logit_rows] + 1 - PERIOD
+        rows = np.flatnonzero(earlier >= 0)
+        slots = self._slots(batch, 0)[owners[rows], earlier[rows]]
+        logits[rows, self._slot_tokens[0][slots]] += np.float32(self.liking)
         return logits
 
 
@@ -162,71 +162,6 @@ def test_a_failure_behind_a_draft_comes_when_it_is_reached() -> None:
     assert answers[0].text() == answers[1].text()
     assert len(answers[1].token_ids) == 15
     assert answers[1].finish_reason == "error"
-
-
-# Random schedules
-
-
-@st.composite
-def random_request(draw: st.DrawFn, number: int) -> EngineRequest:
-    return request(
-        f"r{number}",
-        repetitive(draw(st.sampled_from([1, 15, 17, 32, 40, 64])), draw(st.integers(0, 2))),
-        priority=draw(st.integers(0, 2)),
-        seed=draw(st.integers(0, 2)),
-        n=draw(st.sampled_from([1, 1, 2])),
-        temperature=draw(st.sampled_from([0.0, 1.0])),
-        max_tokens=draw(st.sampled_from([1, 2, 17, 35])),
-        ignore_eos=draw(st.booleans()),
-        repetition_penalty=draw(st.sampled_from([1.0, 1.1])),
-        logprobs=draw(st.sampled_from([None, 1])),
-        prompt_logprobs=draw(st.sampled_from([None, None, 1])),
-    )
-
-
-@settings(
-    max_examples=50,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-    database=None,
-)
-@given(data=st.data())
-def test_random_schedules(data: st.DataObject) -> None:
-    """Whatever arrives, leaves or lacks memory, answers are those without speculation, and nothing leaks."""
-    draw = data.draw
-    engine = small_engine(
-        runner=RepetitiveRunner,
-        num_blocks=draw(st.sampled_from([8, 9, 12, 20, 100]), "blocks"),
-        max_model_len=128,
-        prefix_caching=draw(st.booleans(), "prefix caching"),
-        max_num_seqs=draw(st.sampled_from([1, 3, 16]), "rows"),
-        max_num_batched_tokens=draw(st.sampled_from([3, 16, 25, 512]), "chunk"),
-        speculative=SpeculativeConfig(
-            num_speculative_tokens=draw(st.sampled_from([1, 3, 8, 20]), "k"),
-            prompt_lookup_min=draw(st.sampled_from([1, 2, 4]), "shortest"),
-            adaptive=draw(st.booleans(), "adaptive"),
-        ),
-    )
-    answers, expected, aborted = Answers(), {}, set()
-    for number in range(draw(st.integers(1, 6), "requests")):
-        each = draw(random_request(number))
-        expected.update(without_speculation([each]))
-        engine.add(each)
-        for _ in range(draw(st.integers(0, 8), "steps")):
-            answers.take(engine.step())
-            engine.kv_cache.check()
-        if draw(st.integers(0, 4), "abort?") == 0:
-            ended = engine.abort(f"r{draw(st.integers(0, number), 'victim')}")
-            aborted |= {(output.request_id, output.choice) for output in ended}
-            answers.take(ended)
-    finish(engine, answers, max_steps=6000)
-    assert answers.keys() == expected.keys()
-    for key, text in answers.texts().items():
-        if key in aborted:
-            assert text[0] == expected[key][0][: len(text[0])]
-        else:
-            assert text == expected[key]
 
 
 # How long drafts are

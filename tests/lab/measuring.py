@@ -87,7 +87,7 @@ def bench(address: str, view: Quiet | None = None, **options: Any) -> Result:
         "requests": 8,
         "warmup_s": 0.0,
     }
-    count_tokens = options.pop("count_tokens", None)
+    count_tokens, with_floor = options.pop("count_tokens", None), options.pop("with_floor", False)
     for name, value in options.items():
         for kind, fields in ((Asked, asked), (Target, target), (Plan, plan)):
             if name in kind.__annotations__:
@@ -95,5 +95,13 @@ def bench(address: str, view: Quiet | None = None, **options: Any) -> Result:
                 break
         else:
             raise TypeError(name)
-    work = measure(Target(**target), Asked(**asked), Plan(**plan), view or Quiet(), {}, count_tokens)
+    work = measure(
+        Target(**target),
+        Asked(**asked),
+        Plan(**plan),
+        view or Quiet(),
+        {},
+        count_tokens,
+        with_floor=with_floor,
+    )
     return asyncio.run(work)

@@ -1,6 +1,6 @@
 """A server that does nothing but stream: what is measured against it is the client itself.
 
-Raw asyncio, standard library only. ``python streaming_server.py --first 0.02 --gap 0.01`` prints its port.
+Raw asyncio, standard library only. ``python streaming_server.py --first 0.02 --gap 0.01`` prints its address.
 Tests give ``Streamer`` a ``behaviour`` that writes something else than a decent answer.
 """
 
@@ -67,7 +67,8 @@ class Exchange:
     def usage(self, tokens: int) -> dict[str, int]:
         """One token a word of the prompt."""
         texts = [m["content"] for m in self.body.get("messages", [])] or [self.body.get("prompt", "")]
-        prompt = sum(len(text.split()) for text in texts)
+        parts = [text if isinstance(text, str) else " ".join(part["text"] for part in text) for text in texts]
+        prompt = sum(len(text.split()) for text in parts)
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
@@ -127,7 +128,7 @@ async def _main() -> None:
     parser.add_argument("--gap", type=float, default=0.0)
     options = parser.parse_args()
     server, port = await Streamer(options.first, options.gap).listen(options.port)
-    print(port, flush=True)
+    print(f"http://127.0.0.1:{port}", flush=True)
     await server.serve_forever()
 
 

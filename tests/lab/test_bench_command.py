@@ -61,12 +61,16 @@ def test_a_sweep_prints_a_table_and_writes_report_and_result(tmp_path: Path) -> 
     with small_headrace(step_s=0.001) as address:
         done = run(address, *_SHORT, "--slo", "e2e=10s", "--output", "mine.json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    for words in ("1 user ", "2 users", "TTFT p50", "out tok/s", "goodput", "report: mine.html", "cores"):
-        assert words in done.stdout, words
+    words = ("1 user ", "2 users", "TTFT p50", "out tok/s", "goodput", "report: mine.html", "cores")
+    for said in (*words, "client alone, against a no-op server"):
+        assert said in done.stdout, said
     result = read(tmp_path / "mine.json")
     assert [stage.label for stage in result.stages] == ["1 user", "2 users"]
     assert result.context.cores >= 1 and result.context.cpu and result.context.packages["aiohttp"]
     assert result.endpoint.model == "small" and result.workload.hash
+    floor = result.client_floor
+    assert floor is not None and floor.requests > 20
+    assert 0 < floor.ttft_p50_ms <= floor.ttft_p99_ms and floor.ttft_p50_ms < 50
     page = _Page()
     text = (tmp_path / "mine.html").read_text("utf-8")
     page.feed(text)

@@ -11,7 +11,8 @@ from headrace.lab.bench import load as load_module
 from headrace.lab.bench.lengths import Lengths
 from headrace.lab.bench.load import Load
 from headrace.lab.bench.records import Record
-from headrace.lab.bench.server_watch import parse_metrics, summarise
+from headrace.lab.bench.server_names import parse_metrics
+from headrace.lab.bench.server_watch import summarise
 from headrace.lab.bench.slo import parse_slo
 from tests.lab.measuring import Quiet, bench, running, small_headrace
 from tests.lab.streaming_server import Exchange, Streamer

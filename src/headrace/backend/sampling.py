@@ -89,20 +89,20 @@ def processed_logits(raw: Float32, table: SamplingTable, row: int) -> Float32 | 
     bias = slice(int(table.bias_start[row]), int(table.bias_start[row + 1]))
     seen = slice(int(table.seen_start[row]), int(table.seen_start[row + 1]))
     bias_ids, seen_ids = table.bias_ids[bias], table.seen_ids[seen]
-    touched = np.concatenate([bias_ids, seen_ids])
-    if touched.size and (touched.min() < 0 or touched.max() >= raw.size):
-        return None
-
     logits = raw.copy()
-    np.add.at(logits, bias_ids, table.bias_values[bias])
-    values, counts = logits[seen_ids], table.seen_counts[seen]
-    repetition = table.repetition_penalty[row]
-    values = np.where(values > 0, values / repetition, values * repetition)
-    values = values - table.frequency_penalty[row] * counts.astype(np.float32)
-    values = values - np.where(counts > 0, table.presence_penalty[row], np.float32(0))
-    logits[seen_ids] = values
-    if not (logits < np.inf).all():  # false for NaN as well
-        return None
+    if bias_ids.size or seen_ids.size:
+        touched = np.concatenate([bias_ids, seen_ids])
+        if touched.min() < 0 or touched.max() >= raw.size:
+            return None
+        np.add.at(logits, bias_ids, table.bias_values[bias])
+        values, counts = logits[seen_ids], table.seen_counts[seen]
+        repetition = table.repetition_penalty[row]
+        values = np.where(values > 0, values / repetition, values * repetition)
+        values = values - table.frequency_penalty[row] * counts.astype(np.float32)
+        values = values - np.where(counts > 0, table.presence_penalty[row], np.float32(0))
+        logits[seen_ids] = values
+        if not logits.max() < np.inf:  # false for NaN as well
+            return None
 
     mask_row = int(table.mask_row[row])
     if mask_row >= 0:
@@ -118,7 +118,7 @@ def candidate_weights(logits: Float32, table: SamplingTable, row: int) -> Float6
     ``table.temperature[row]`` is above 0.
     """
     # Within these bounds no product is infinity times zero.
-    inverse = np.float32(1) / np.clip(table.temperature[row], np.float32(1e-30), np.float32(1e30))
+    inverse = np.float32(1) / min(max(table.temperature[row], np.float32(1e-30)), np.float32(1e30))
     scaled = (logits - logits.max()) * inverse
     weights: Float64 = np.exp(scaled.astype(np.float64))
     min_p, top_k, top_p = float(table.min_p[row]), int(table.top_k[row]), float(table.top_p[row])
@@ -138,18 +138,18 @@ def candidate_weights(logits: Float32, table: SamplingTable, row: int) -> Float6
 
 
 def _sample_row(raw: Float32, table: SamplingTable, row: int) -> int | None:
-    if not (raw < np.inf).all():  # false for NaN as well
+    if not raw.max() < np.inf:  # false for NaN as well
         return None
     logits = processed_logits(raw, table, row)
     if logits is None:
         return None
     if not table.temperature[row] > 0:
         return int(logits.argmax())
-    cumulative = np.cumsum(candidate_weights(logits, table, row))
+    cumulative = candidate_weights(logits, table, row).cumsum()
     u = uniform(int(table.seed[row]), int(table.choice[row]), int(table.position[row]))
     # The last candidate's cumulative weight is the total; u * total may round up to it, never beyond.
-    last = int(np.searchsorted(cumulative, cumulative[-1]))
-    return min(last, int(np.searchsorted(cumulative, u * cumulative[-1], side="right")))
+    last = int(cumulative.searchsorted(cumulative[-1]))
+    return min(last, int(cumulative.searchsorted(u * cumulative[-1], side="right")))
 
 
 def _check_shapes(logits: Float32, table: SamplingTable) -> None:
@@ -179,9 +179,11 @@ def _check_shapes(logits: Float32, table: SamplingTable) -> None:
         ("bias_start", table.bias_start, (table.bias_ids, table.bias_values)),
     ):
         entries = int(start[-1])
-        if start[0] != 0 or (np.diff(start) < 0).any() or any(v.shape != (entries,) for v in values):
+        falls = entries and (start[1:] < start[:-1]).any()
+        if start[0] != 0 or entries < 0 or falls or any(v.shape != (entries,) for v in values):
             raise ValueError(f"{name} must ascend from 0 to the number of entries that it divides")
-    if table.mask_row.max(initial=-1) >= table.masks.shape[0]:
+    last_mask = int(table.mask_row.max(initial=-1))
+    if last_mask >= table.masks.shape[0]:
         raise ValueError(f"mask_row names masks beyond the {table.masks.shape[0]} that there are")
-    if table.mask_row.max(initial=-1) >= 0 and table.masks.shape[1] != (vocab + 31) // 32:
+    if last_mask >= 0 and table.masks.shape[1] != (vocab + 31) // 32:
         raise ValueError(f"masks of a vocabulary of {vocab} need {(vocab + 31) // 32} words a row")

@@ -64,8 +64,11 @@ def bench(
         Path | None, typer.Option(help="Your own requests: JSON Lines with prompt or messages.")
     ] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="gsm8k, hellaswag, truthfulqa or humaneval, from installed packages.")
+        str | None, typer.Option(help="gsm8k, hellaswag, truthfulqa or humaneval, out of published packages.")
     ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Full-length answers to --prompts and --dataset too.")
+    ] = False,
     slo: Annotated[str | None, typer.Option(help="Objectives, such as ttft=500ms,tpot=50ms,e2e=10s.")] = None,
     slo_attainment: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Share of requests that must meet them in --find-rate.")
@@ -106,7 +109,7 @@ def bench(
         _compare(*compare)
     if profile:
         _profile(target, serve, output)
-    _need_lab()
+    need_lab("bench")
     if [prompts, dataset, trace].count(None) < 2:
         raise ConfigError("--prompts, --dataset and --trace exclude each other: choose one")
     if output is not None and output.suffix != ".json":
@@ -125,6 +128,7 @@ def bench(
         dataset=dataset,
         trace=trace,
         trace_speed=trace_speed,
+        ignore_eos=ignore_eos,
     )
     is_open = rate is not None or find_rate
     plan = Plan(
@@ -147,15 +151,16 @@ def bench(
         "warmup_s": warmup,
         "temperature": temperature,
         "timeout_s": timeout,
+        "ignore_eos": ignore_eos or None,
         "serve": serve or None,
-        "command": shlex.join(["headrace", *_without_key(sys.argv[1:])]),
+        "command": shlex.join(["headrace", *without_key(sys.argv[1:])]),
     }
     result = _measure(
         target, asked, plan, settings, serve, tokenizer, model, api_key, route, temperature, timeout
     )
     _write(
         result,
-        output or Path(f"bench-{_file_name(result.endpoint.model)}-{time.strftime('%Y%m%d-%H%M%S')}.json"),
+        output or Path(f"bench-{file_name(result.endpoint.model)}-{time.strftime('%Y%m%d-%H%M%S')}.json"),
     )
     if not any(stage.completed for stage in result.stages):
         raise HeadraceError("no request was answered; what failed is above and in the report")
@@ -183,12 +188,12 @@ def _measure(
     from headrace.lab.bench.run import Target, measure
     from headrace.lab.bench.terminal import TerminalView
 
-    count = _counter(tokenizer) if tokenizer else None
+    count = counter(tokenizer) if tokenizer else None
     is_url = looks_like_url(target)
     if serve and is_url:
         raise ConfigError("--serve is for a MODEL that bench serves itself; this endpoint runs already")
     with (
-        nullcontext((target, None)) if is_url else served(_pulled(target), shlex.split(serve)) as (
+        nullcontext((target, None)) if is_url else served(pulled(target), shlex.split(serve)) as (
             address,
             pid,
         )
@@ -204,8 +209,8 @@ def _measure(
             server_pid=pid,
         )
         view = TerminalView(Console(stderr=True))
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(measure(where, asked, plan, view, settings, count))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(measure(where, asked, plan, view, settings, count, with_floor=True))
 
 
 def _write(result: Result, path: Path) -> None:
@@ -253,7 +258,7 @@ def _profile(target: str, serve: str, output: Path | None) -> None:
     if looks_like_url(target):
         raise ConfigError("--profile runs a MODEL in this process; it can't look into an endpoint")
     options = _profile_options(serve)
-    found = profile_model(store.resolve(_pulled(target)), name=target, **options)
+    found = profile_model(store.resolve(pulled(target)), name=target, **options)
     show_profile(found, Console(width=None if sys.stdout.isatty() else 120))
     if output is not None:
         output.write_text(json.dumps(found.as_json(), indent=1))
@@ -272,15 +277,17 @@ def _profile_options(serve: str) -> dict[str, Any]:
     return {"threads": int(threads), "quantization": quantization}
 
 
-def _need_lab() -> None:
+def need_lab(command: str, *more: str) -> None:
+    """Raise ConfigError unless the packages of the lab extra that ``command`` imports are installed."""
     import importlib.util
 
-    missing = [name for name in ("aiohttp", "hdrh", "matplotlib") if importlib.util.find_spec(name) is None]
+    names = ("aiohttp", "hdrh", "matplotlib", *more)
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"bench needs {', '.join(missing)}: pip install 'headrace[lab]'")
+        raise ConfigError(f"{command} needs {', '.join(missing)}: pip install 'headrace[lab]'")
 
 
-def _pulled(model: str) -> str:
+def pulled(model: str) -> str:
     """Fetch the model here, where its progress is seen, before the server starts."""
     from headrace.cli.progress import download_progress
     from headrace.model import store
@@ -290,7 +297,8 @@ def _pulled(model: str) -> str:
     return model
 
 
-def _counter(reference: str) -> Callable[[str], int]:
+def counter(reference: str) -> Callable[[str], int]:
+    """Counts the tokens of a text as a model's tokenizer does."""
     from headrace.frontend.tokenizer import load_tokenizer
     from headrace.model import store
 
@@ -298,7 +306,8 @@ def _counter(reference: str) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _loop_factory() -> Any:
+def loop_factory() -> Any:
+    """Of the quickest event loop at hand; None: asyncio's own."""
     try:
         import uvloop
     except ImportError:
@@ -323,11 +332,12 @@ def _users(text: str) -> tuple[float, ...]:
     return found
 
 
-def _file_name(model: str) -> str:
+def file_name(model: str) -> str:
+    """A model's name as part of a file's."""
     return re.sub(r"[^\w.-]+", "-", model).strip("-.")[-60:] or "model"
 
 
-def _without_key(arguments: list[str]) -> list[str]:
+def without_key(arguments: list[str]) -> list[str]:
     """The command as the result keeps it: keys stay out of files."""
     kept = []
     hide = False

@@ -12,14 +12,17 @@ _STYLES = {"ok": "green", "slower": "yellow", "broken": "bold red"}
 
 
 def doctor(
+    network: Annotated[
+        str | None, typer.Option(metavar="URL", help="Also download from there, to measure the speed.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
-    """Check this machine: every line says ok, slower or broken, and the fix. Broken exits with 1."""
-    from headrace.cli.machine import checks
+    """Check this machine: ok, slower or broken, what that costs, and the fix. Broken exits with 1."""
+    from headrace.lab.doctor import checks
 
     broken = False
     if as_json:
-        found = list(checks())
+        found = list(checks(network))
         broken = any(check.status == "broken" for check in found)
         print(json.dumps([check.as_dict() for check in found], indent=2))
     else:
@@ -28,12 +31,14 @@ def doctor(
 
         # a pipe gets whole lines: what is cut at some width cannot be searched
         console = Console(highlight=False) if sys.stdout.isatty() else Console(width=1000)
-        for check in checks():
+        for check in checks(network):
             broken |= check.status == "broken"
             line = Text.assemble(
                 (f"{check.status:<7}", _STYLES[check.status]), f" {check.name:<10} ", check.finding
             )
             console.print(line, soft_wrap=True)
+            if check.cost:
+                console.print(Text(f"{'':<19}costs: {check.cost}"), soft_wrap=True)
             if check.fix:
                 console.print(Text(f"{'':<19}→ {check.fix}"), soft_wrap=True)
     if broken:

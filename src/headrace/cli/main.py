@@ -8,12 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli import bench, chat, doctor, eval, models, serve
+from headrace.cli import bench, chat, diagnose, doctor, eval, models, options, plan, serve, tune
 from headrace.errors import HeadraceError
-
-# The family of errors that misuse raises. Of it typer exports one member only, and which click they are of
-# (its own copy, or the package) depends on its version.
-_Misuse: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="headrace",
@@ -25,8 +21,11 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(bench.bench)
+app.command()(diagnose.diagnose)
 app.add_typer(models.app, name="models")
 app.command(name="eval")(eval.evaluate)
+app.command()(tune.tune)
+app.command()(plan.plan)
 app.command()(doctor.doctor)
 
 
@@ -51,7 +50,7 @@ def main() -> None:
     """Run the command line and exit: 0 done, 1 failed (one line on stderr), 2 misused, 130 interrupted."""
     try:
         sys.exit(app(prog_name="headrace", standalone_mode=False))
-    except _Misuse as error:
+    except options.MISUSE as error:
         print(_misused(error), end="", file=sys.stderr)
         sys.exit(2)
     except HeadraceError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -37,6 +37,10 @@ Backend = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Device of the torch backend, such as cuda.")]
 DEFAULT_KV_CACHE = "512MiB"
+
+# The family of errors that misuse raises. Of it typer exports one member only, and which click they are of
+# (its own copy, or the package) depends on its version.
+MISUSE: Any = typer.BadParameter.__base__
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -81,6 +85,7 @@ def load(config: ModelConfig, *, kv_cache_memory: str, progress: Progress | None
 __all__ = [
     "DEFAULT_KV_CACHE",
     "DEFAULT_MODEL",
+    "MISUSE",
     "REFERENCE_HELP",
     "Backend",
     "Device",

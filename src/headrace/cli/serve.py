@@ -8,11 +8,13 @@ import json
 import shlex
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from headrace.cli import options
+from headrace.cli.config_file import read_options
 from headrace.engine.config import DEFAULT_MODEL, CacheConfig, ModelConfig, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
 
 _DEFAULTS = SchedulerConfig()
 _WRITE_TIMEOUT_S = 60.0  # a client that takes nothing for so long is given up
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """What the file says takes the place of defaults: the command line and the environment win over it."""
+    if path is not None:
+        context.default_map = read_options(path, serve, "headrace serve")
+    return path
 
 
 def serve(
@@ -34,6 +43,14 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(envvar="HEADRACE_API_KEY", help="Ask clients for this key.", show_envvar=True),
+    ] = None,
+    gateway_credential: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HEADRACE_GATEWAY_CREDENTIAL",
+            help="Whoever sends this may name tenants and priorities.",
+            show_envvar=True,
+        ),
     ] = None,
     max_model_len: options.MaxModelLen = None,
     quantization: options.Quantization = None,
@@ -50,6 +67,14 @@ def serve(
     max_queue_time: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Longest wait before 503.")
     ] = _DEFAULTS.max_queue_time_s,
+    priority_aging: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="Wait that counts as a level of priority; 0: never."),
+    ] = _DEFAULTS.priority_aging_s,
+    tpot_target_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Time per output token that prompts must not spoil."),
+    ] = None,
     max_body_size: Annotated[str, typer.Option(metavar="SIZE", help="Longest request body.")] = "8MiB",
     prefix_caching: Annotated[bool, typer.Option(help="Share the KV blocks of equal beginnings.")] = True,
     speculative_config: Annotated[
@@ -73,9 +98,19 @@ def serve(
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="Least level that is logged.")
     ] = "info",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML of these options by their long names; the command line wins over it.",
+            is_eager=True,
+            callback=_read_config,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API. Logs are JSON lines on standard error."""
-    config = ModelConfig(
+    del config  # read before the others were
+    settings = ModelConfig(
         model=model,
         quantization=quantization,
         max_model_len=max_model_len,
@@ -93,6 +128,8 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         max_waiting=max_waiting,
         max_queue_time_s=max_queue_time,
+        priority_aging_s=priority_aging,
+        tpot_target_ms=tpot_target_ms,
         speculative=options.speculative_config(speculative_config),
     )
     body_limit = options.size_bytes(max_body_size, "--max-body-size")
@@ -103,7 +140,7 @@ def serve(
 
     sock = listen(host, port, _WRITE_TIMEOUT_S)
     # Weights are read in a thread while this one imports the HTTP stack: together they set the cold start.
-    loading = _start_loading(config, cache, scheduler, engine_process)
+    loading = _start_loading(settings, cache, scheduler, engine_process)
 
     from headrace.observe.logs import logger
     from headrace.server.run import run
@@ -114,6 +151,7 @@ def serve(
         ServerSettings(
             served_model_names=names,
             api_key=api_key,
+            gateway_credential=gateway_credential,
             max_body_bytes=body_limit,
             write_timeout_s=_WRITE_TIMEOUT_S,
             tool_call_parser=tool_call_parser,

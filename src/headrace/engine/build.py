@@ -12,7 +12,8 @@ from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.runner import RunnerSettings
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from headrace.engine.engine import Engine
-from headrace.engine.memory import block_bytes, check_memory
+from headrace.engine.kv_cache import blocks_for
+from headrace.engine.memory import block_bytes, check_memory, group_block_bytes
 from headrace.errors import ConfigError
 from headrace.model.architecture import Architecture
 
@@ -79,7 +80,10 @@ def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: 
     checkpoint = open_checkpoint(path, quantization=model.quantization)
     architecture = checkpoint.architecture
     num_blocks = blocks_in_pool(architecture, cache)
+    group_blocks: tuple[int, ...] = ()
     longest, asked = architecture.max_positions, model.max_model_len
+    if asked is not None and architecture.encoder is None:
+        num_blocks, group_blocks = blocks_by_window(architecture, cache, scheduler, min(asked, longest))
     if architecture.encoder is not None:
         num_blocks = min(num_blocks, _blocks_of_a_step(scheduler))
         if asked is None:
@@ -93,7 +97,9 @@ def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: 
             f"in one step, and texts may have {max_model_len} tokens: give at least as many.",
             param="max_num_batched_tokens",
         )
-    settings = _runner_settings(num_blocks, max_model_len, scheduler, model.threads, model.device)
+    settings = _runner_settings(
+        num_blocks, max_model_len, scheduler, model.threads, model.device, group_blocks
+    )
     if model.backend == "cpu":  # torch asks its own device
         check_memory(checkpoint, model, settings)
     runner = open_runner(checkpoint, model.backend, settings)
@@ -111,6 +117,39 @@ def blocks_in_pool(architecture: Architecture, cache: CacheConfig) -> int:
             "times as much."
         )
     return num_blocks
+
+
+def blocks_by_window(
+    architecture: Architecture, cache: CacheConfig, scheduler: SchedulerConfig, longest: int
+) -> tuple[int, tuple[int, ...]]:
+    """Blocks of the groups without a window, and of each group where those with one get by with fewer.
+
+    Fewer are enough for the longest prompt, of ``longest`` tokens, while it is computed, and for the window
+    of every other sequence. What that saves goes to the groups that hold whole sequences. Without such
+    groups, or where nothing is saved, all have the same number, and () says so.
+    """
+    equal = blocks_in_pool(architecture, cache)
+    groups, sizes = architecture.kv_groups, group_block_bytes(architecture)
+    windows = [group.window for group in groups]
+    if None not in windows:
+        return equal, ()
+    fewer = [
+        blocks_for(longest) + scheduler.max_num_seqs * (blocks_for(window) + 2) + 1 if window else equal
+        for window in windows
+    ]
+    if all(count >= equal for count in fewer):
+        return equal, ()
+    windowed = sum(
+        min(count, equal) * size
+        for count, size, window in zip(fewer, sizes, windows, strict=True)
+        if window is not None
+    )
+    whole = sum(size for size, window in zip(sizes, windows, strict=True) if window is None)
+    num_blocks = (cache.kv_cache_memory_bytes - windowed) // whole
+    return num_blocks, tuple(
+        num_blocks if window is None else min(count, equal)
+        for count, window in zip(fewer, windows, strict=True)
+    )
 
 
 def _blocks_of_a_step(scheduler: SchedulerConfig) -> int:
@@ -148,6 +187,9 @@ def check_scheduler_config(scheduler: SchedulerConfig) -> None:
     _whole("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
     _whole("max_waiting", scheduler.max_waiting, 1)
     _seconds_or_size("max_queue_time_s", scheduler.max_queue_time_s)
+    _seconds_or_size("priority_aging_s", scheduler.priority_aging_s)
+    if scheduler.tpot_target_ms is not None:
+        _seconds_or_size("tpot_target_ms", scheduler.tpot_target_ms)
     if scheduler.speculative is not None:
         check_speculative_config(scheduler.speculative)
 
@@ -168,7 +210,12 @@ def check_speculative_config(speculative: SpeculativeConfig) -> None:
 
 
 def _runner_settings(
-    num_blocks: int, max_model_len: int, scheduler: SchedulerConfig, threads: int, device: str
+    num_blocks: int,
+    max_model_len: int,
+    scheduler: SchedulerConfig,
+    threads: int,
+    device: str,
+    group_blocks: tuple[int, ...] = (),
 ) -> RunnerSettings:
     max_sequences = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     drafts = 0 if scheduler.speculative is None else scheduler.speculative.num_speculative_tokens
@@ -180,6 +227,7 @@ def _runner_settings(
         max_logit_rows=min(max_sequences + max(drafts, SPARE_LOGIT_ROWS), scheduler.max_num_batched_tokens),
         threads=threads,
         device=device,
+        group_blocks=group_blocks,
     )
 
 

@@ -81,10 +81,17 @@ class SpeculativeConfig:
 
 @dataclass(slots=True)
 class SchedulerConfig:
-    """Bounds of one step and of the waiting line, and whether steps verify drafts."""
+    """Bounds of one step and of the waiting line, who goes first, and whether steps verify drafts.
+
+    ``priority_aging_s``: a request that has waited so long counts as one level of priority more urgent; 0 =
+    never. ``tpot_target_ms``: prompts get only so much of a step that those who decode meanwhile have their
+    tokens about so far apart; None = as much as ``max_num_batched_tokens`` leaves.
+    """
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     max_waiting: int = 1024
     max_queue_time_s: float = 60.0
+    priority_aging_s: float = 10.0
+    tpot_target_ms: float | None = None
     speculative: SpeculativeConfig | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Protocol
 
-from headrace.engine.sequence import Sequence
+from headrace.engine.sequence import Rank, Sequence
 
 _WINDOW = 2**15  # positions that are remembered of one sequence
 _LONGEST_WALK = 32  # earlier occurrences that are compared
@@ -37,7 +37,7 @@ class NgramDrafter:
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
         self._longest = longest
-        self._indexes: dict[tuple[int, int, int], NgramIndex] = {}
+        self._indexes: dict[Rank, NgramIndex] = {}
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """See :meth:`Drafter.propose`."""

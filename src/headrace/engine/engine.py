@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 from headrace.backend.batch import BLOCK_SIZE
@@ -13,7 +14,6 @@ from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.speculation import Speculation
 from headrace.engine.validate import EngineLimits
 from headrace.errors import InvalidRequestError
 
@@ -22,7 +22,8 @@ class Engine:
     """Turns requests into tokens, or texts into vectors, step by step.
 
     ``settings`` are those the runner was opened with. ``seed`` starts the generator that seeds requests
-    without a seed of their own; None takes it from the operating system.
+    without a seed of their own; None takes it from the operating system. ``clock``: seconds; requests'
+    arrival times are read off the same one.
     """
 
     def __init__(
@@ -33,9 +34,13 @@ class Engine:
         *,
         prefix_caching: bool = True,
         seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         architecture = runner.architecture
         pool_tokens = settings.num_blocks * BLOCK_SIZE
+        for count, group in zip(settings.group_blocks, architecture.kv_groups, strict=False):
+            usable = count if group.window is None else count - 1  # one of those stays empty
+            pool_tokens = min(pool_tokens, usable * BLOCK_SIZE)
         self.runner = runner
         self.limits = EngineLimits(
             vocab_size=architecture.vocab_size,
@@ -51,17 +56,18 @@ class Engine:
             max_model_len=self.limits.max_model_len,
             # An encoder's K and V depend on what follows: no text can use another's.
             prefix_caching=prefix_caching and not self.limits.embeds,
+            windows=tuple(group.window for group in architecture.kv_groups),
+            group_blocks=settings.group_blocks,
         )
-        self._speculation = Speculation(config.speculative) if config.speculative is not None else None
         self.scheduler = Scheduler(
             config,
             self.kv_cache,
             vocab_size=architecture.vocab_size,
             max_model_len=self.limits.max_model_len,
             max_logit_rows=settings.max_logit_rows,
-            speculation=self._speculation,
             whole=self.limits.embeds,
         )
+        self._clock = clock
         self._seeds = random.Random(seed)
         self._num_steps = 0
         self._step_seconds = 0.0
@@ -87,7 +93,7 @@ class Engine:
 
     def enqueue(self, request: EngineRequest, grammar: Grammar | None = None) -> None:
         """Queue a request that has passed the checks of :meth:`add` elsewhere."""
-        self.scheduler.add(request, seed=self._seeds.getrandbits(64), now=time.monotonic(), grammar=grammar)
+        self.scheduler.add(request, seed=self._seeds.getrandbits(64), now=self._clock(), grammar=grammar)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
         """End a request, or one of its sequences, and free its blocks. Unknown ones are ignored."""
@@ -95,37 +101,38 @@ class Engine:
 
     def step(self) -> list[EngineOutput]:
         """Advance every running sequence; returns the news of all that sampled a token or ended."""
-        start = time.monotonic()
+        start = self._clock()
         outputs = self.scheduler.expire(start)
         batch = self.scheduler.schedule(start)
         if batch is None:
             return outputs
-        started = time.monotonic()
+        started = self._clock()
         result = self.runner.run(batch)
-        end = time.monotonic()
-        if self._speculation is not None and self.scheduler.only_decodes:
-            self._speculation.note_step(len(batch.token_ids), end - started)
-        outputs += self.scheduler.commit(result, end)
+        end = self._clock()
+        outputs += self.scheduler.commit(result, end, end - started)
         self._num_steps += 1
         self._batch_tokens += len(batch.token_ids)
-        self._step_seconds += time.monotonic() - start
+        self._step_seconds += self._clock() - start
         return outputs
 
     def stats(self) -> EngineStats:
         """A snapshot."""
         scheduler, kv_cache = self.scheduler, self.kv_cache
-        available = kv_cache.num_available
         return EngineStats(
             num_running_seqs=scheduler.num_running,
             num_waiting_seqs=scheduler.num_waiting,
             num_blocks=kv_cache.num_blocks,
-            num_free_blocks=available,
-            kv_cache_usage=1.0 - available / kv_cache.num_blocks,
+            num_free_blocks=kv_cache.num_free,
+            kv_cache_usage=kv_cache.usage,
             prefix_cache_queries=scheduler.prefix_queries,
             prefix_cache_hits=scheduler.prefix_hits,
             prompt_tokens=scheduler.prompt_tokens,
             generation_tokens=scheduler.generation_tokens,
             num_preemptions=scheduler.num_preemptions,
+            deadlines_missed=scheduler.deadlines_missed,
+            deadlines_refused=scheduler.deadlines_refused,
+            num_tenants=scheduler.num_tenants,
+            step_token_budget=scheduler.step_budget,
             **self._draft_stats(),
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
@@ -133,7 +140,7 @@ class Engine:
         )
 
     def _draft_stats(self) -> dict[str, Any]:
-        speculation = self._speculation
+        speculation = self.scheduler.speculation
         if speculation is None:
             return {}
         return {

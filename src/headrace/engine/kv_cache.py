@@ -8,10 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend.batch import BLOCK_SIZE, Int32
-from headrace.engine.block_pool import BlockPool
-from headrace.engine.prefix_cache import CachedBlock, PrefixCache, block_key, root_key
+from headrace.engine.kv_group import KVGroup
+from headrace.engine.prefix_cache import NO_BLOCK, CachedBlock, PrefixCache, block_key, root_key
 from headrace.engine.sequence import Sequence
 from headrace.errors import HeadraceError
+
+_BLOCK_BITS = BLOCK_SIZE.bit_length() - 1
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -23,8 +25,12 @@ class KVCache:
     """Block tables of the running sequences, and what can be shared between them.
 
     A running sequence has a row. Its table in each group lists its physical blocks in order; the leading ones
-    may be cached blocks that it shares, all behind them are its own. Every group has a pool of its own with
-    the same number of blocks. What a block looks like inside is the backend's affair.
+    may be cached blocks that it shares, all behind them are its own. What a block looks like inside is the
+    backend's affair.
+
+    Groups without a window hold whole sequences, and their pools have ``num_blocks`` each. Where
+    ``group_blocks`` are given, groups with a window keep only what it still shows (:class:`KVGroup`); a
+    prefix is found as far as they have the end of it.
     """
 
     def __init__(
@@ -35,22 +41,44 @@ class KVCache:
         max_sequences: int,
         max_model_len: int,
         prefix_caching: bool = True,
+        windows: tuple[int | None, ...] = (),
+        group_blocks: tuple[int, ...] = (),
     ) -> None:
+        """``windows`` and ``group_blocks``: of each group, both or neither; at least one has no window."""
         self.num_blocks = num_blocks
         self.max_sequences = max_sequences
-        self.pools = tuple(BlockPool(num_blocks, first=group) for group in range(num_groups))
         self.prefix_cache = PrefixCache()
         self.prefix_caching = prefix_caching
         shape = (max_sequences, blocks_for(max_model_len))
-        self._tables = tuple(np.zeros(shape, np.int32) for _ in range(num_groups))
+        if not group_blocks:
+            windows, group_blocks = (None,) * num_groups, (num_blocks,) * num_groups
+        self.groups = tuple(
+            KVGroup(index, blocks, shape, window)
+            for index, (blocks, window) in enumerate(zip(group_blocks, windows, strict=True))
+        )
+        self._windowed = tuple(group for group in self.groups if group.window is not None)
+        self._whole = tuple(group for group in self.groups if group.window is None)
+        self.pools = tuple(group.pool for group in self.groups)
+        self._tables = tuple(group.table for group in self.groups)
         self._num_held = [0] * max_sequences  # logical blocks of each row
         self._cached: list[list[CachedBlock]] = [[] for _ in range(max_sequences)]  # leading ones of each row
         self._sequences: dict[int, Sequence] = {}
 
     @property
+    def num_free(self) -> int:
+        """Blocks of the groups without a window that are free, or cached without a user."""
+        return self._whole[0].pool.num_free + self.prefix_cache.num_unused
+
+    @property
     def num_available(self) -> int:
-        """Blocks that can be taken at once: free, or cached without a user."""
-        return min(pool.num_free for pool in self.pools) + self.prefix_cache.num_unused
+        """Blocks that can be taken at once in every group."""
+        return min([self.num_free, *(group.num_free for group in self._windowed)])
+
+    @property
+    def usage(self) -> float:
+        """Share, from 0 to 1, of blocks that are in use, in the group where it is highest."""
+        shares = [group.num_free / group.pool.num_blocks for group in self._windowed]
+        return 1.0 - min([self.num_free / self.num_blocks, *shares])
 
     # Admission, growth and release of a sequence
 
@@ -75,11 +103,38 @@ class KVCache:
             if parent is None:
                 break
             found.append(parent)
+        del found[self._num_complete(found) :]
         for index in range(len(found), usable):
             if not cache.is_computing(keys[index]):
                 break
             seq.waits_for = keys[index]
         return None if seq.waits_for is not None else found
+
+    def num_findable(self, seq: Sequence, seen: set[bytes]) -> int:
+        """Tokens at the beginning of ``seq`` that are cached, being computed, or in blocks of ``seen``.
+
+        Its blocks are added to ``seen``.
+        """
+        if not self.prefix_caching or seq.lacks_prompt_logprobs:
+            return 0
+        cache = self.prefix_cache
+        usable = (seq.num_tokens - 1) // BLOCK_SIZE
+        keys = self._keys(seq, usable)
+        count = 0
+        while count < usable and (
+            keys[count] in seen or cache.holds(keys[count]) or cache.is_computing(keys[count])
+        ):
+            count += 1
+        seen.update(keys[count:usable])
+        return count * BLOCK_SIZE
+
+    def num_lost(self, seq: Sequence) -> int:
+        """Computed tokens that were lost if ``seq`` were preempted and all its blocks taken.
+
+        Blocks that other sequences use as well stay.
+        """
+        shared = sum(block.users > 1 for block in self._cached[seq.row])
+        return max(0, seq.num_computed_tokens - shared * BLOCK_SIZE)
 
     def admit(self, seq: Sequence, prefix: list[CachedBlock], *, headroom: int = 0) -> bool:
         """Give ``seq`` (whose row is set) blocks for all of its tokens, the first of them from ``prefix``.
@@ -87,17 +142,23 @@ class KVCache:
         False, and nothing changed, unless ``headroom`` blocks would stay available.
         """
         own = blocks_for(seq.num_tokens) - len(prefix)
+        row, start = seq.row, len(prefix) * BLOCK_SIZE
         unused = sum(block.users == 0 for block in prefix)
-        if own + headroom > self.num_available - unused:
+        room = [self.num_free - unused]
+        for group in self._windowed:
+            idle = sum(block in group.idle for block in prefix[group.first_seen(start) :])
+            room.append(group.num_free - idle)
+        if own + headroom > min(room):
             return False
-        row = seq.row
+        for group in self._windowed:
+            group.skip(row, group.first_seen(start))
         for index, block in enumerate(prefix):
             self._attach(row, index, block)
         self._cached[row] = list(prefix)
         self._num_held[row] = len(prefix)
         self._sequences[row] = seq
         self._take(row, own)
-        seq.num_computed_tokens = len(prefix) * BLOCK_SIZE
+        seq.num_computed_tokens = start
         if self.prefix_caching:
             keys = self._keys(seq, seq.num_tokens // BLOCK_SIZE)
             for key in keys[len(prefix) :]:
@@ -124,11 +185,14 @@ class KVCache:
         Where the same content is cached already (two sequences computed it at the same time), the sequence
         takes the cached block and gives its own back.
         """
-        row = seq.row
-        cached = self._cached[row]
         full = seq.num_computed_tokens // BLOCK_SIZE
-        if not self.prefix_caching or full <= len(cached):
-            return
+        if self.prefix_caching and full > len(self._cached[seq.row]):
+            self._publish(seq, full)
+        for group in self._windowed:
+            self._pass_by(group, seq)
+
+    def _publish(self, seq: Sequence, full: int) -> None:
+        row, cached = seq.row, self._cached[seq.row]
         cache, salt = self.prefix_cache, seq.request.cache_salt
         keys = self._keys(seq, full)
         for index in range(len(cached), full):
@@ -137,12 +201,14 @@ class KVCache:
             cache.withdraw(key, row)
             block = cache.find(key, parent, tokens, salt)
             if block is not None:
-                self._give_back(row, index)
-                self._attach(row, index, block)
+                self._replace(row, index, block)
             elif cache.holds(key):
                 return  # another content has this hash: this chain ends here, uncached
             else:
-                held = tuple(int(table[row, index]) for table in self._tables)
+                held = [
+                    int(group.table[row, index]) if index >= group.first[row] else NO_BLOCK
+                    for group in self.groups
+                ]
                 block = CachedBlock(key, parent, tokens, salt, held)
                 cache.insert(block)
             cached.append(block)
@@ -151,16 +217,17 @@ class KVCache:
         """Take all blocks from a sequence: its own become free, cached ones stay findable until evicted."""
         row = seq.row
         cached = self._cached[row]
-        for index in range(self._num_held[row] - 1, len(cached) - 1, -1):
-            self._give_back(row, index)
+        held = self._num_held[row]
+        for group in self.groups:
+            for index in range(held - 1, max(len(cached), group.first[row]) - 1, -1):
+                group.give_back(row, index)
+            for block in reversed(cached[group.first[row] :]):
+                group.leave(block)
+            group.clear(row, held)
         for block in reversed(cached):
-            for pool, physical in zip(self.pools, block.blocks, strict=True):
-                pool.release(physical)
             self.prefix_cache.drop(block)
         for key in seq.block_keys[len(cached) :]:
             self.prefix_cache.withdraw(key, row)
-        for table in self._tables:
-            table[row, : self._num_held[row]] = 0
         self._num_held[row] = 0
         self._cached[row] = []
         del self._sequences[row]
@@ -169,8 +236,8 @@ class KVCache:
 
     def slot_mapping(self, rows: NDArray[np.intp], positions: Int32) -> tuple[Int32, ...]:
         """Per group, the slot of each token, given its sequence's row and its position, both ``[n]``."""
-        logical, offset = np.divmod(positions, BLOCK_SIZE)
-        return tuple(table[rows, logical] * BLOCK_SIZE + offset for table in self._tables)
+        logical, offset = positions >> _BLOCK_BITS, positions & (BLOCK_SIZE - 1)
+        return tuple((table[rows, logical] << _BLOCK_BITS) + offset for table in self._tables)
 
     def block_tables(self, rows: NDArray[np.intp]) -> tuple[Int32, ...]:
         """Per group, a copy of the tables of ``rows``: ``[r, widest]``, 0 beyond a sequence's own blocks."""
@@ -188,32 +255,65 @@ class KVCache:
                 keys.append(parent)
         return keys
 
+    def _num_complete(self, found: list[CachedBlock]) -> int:
+        """How many of a chain's blocks a sequence can start behind: every group has what it will see."""
+        count = len(found)
+        while missing := [
+            index
+            for group in self._windowed
+            for index in range(group.first_seen(count * BLOCK_SIZE), count)
+            if found[index].blocks[group.index] == NO_BLOCK
+        ]:
+            count = min(missing)  # whoever starts behind it, up to here, would see it as well
+        return count
+
     def _take(self, row: int, count: int) -> None:
         held = self._num_held[row]
         for index in range(held, held + count):
-            for pool, table in zip(self.pools, self._tables, strict=True):
-                if pool.num_free == 0:
-                    self._evict()
-                table[row, index] = pool.take()
+            for group in self.groups:
+                if group.pool.num_free == 0:
+                    if group.window is None:
+                        self._evict()
+                    else:
+                        group.drop_idle()
+                group.table[row, index] = group.pool.take()
         self._num_held[row] = held + count
 
     def _evict(self) -> None:
         block = self.prefix_cache.evict()
-        for pool, physical in zip(self.pools, block.blocks, strict=True):
-            pool.reclaim(physical)
+        for group in self.groups:
+            group.forget(block)
 
     def _attach(self, row: int, index: int, block: CachedBlock) -> None:
+        """A sequence starts with a cached block, of which each group takes what it will see."""
         self.prefix_cache.use(block)
-        for pool, table, physical in zip(self.pools, self._tables, block.blocks, strict=True):
-            pool.share(physical)
-            table[row, index] = physical
+        for group in self.groups:
+            if index >= group.first[row]:
+                group.share(row, index, block)
 
-    def _give_back(self, row: int, index: int) -> None:
-        for pool, table in zip(self.pools, self._tables, strict=True):
-            physical = int(table[row, index])
-            pool.release(physical)
-            if pool.references[physical] == 0:
-                pool.reclaim(physical)
+    def _replace(self, row: int, index: int, block: CachedBlock) -> None:
+        """A sequence takes a cached block for its own of equal content; what that lacks it gets from it."""
+        self.prefix_cache.use(block)
+        for group in self.groups:
+            if index < group.first[row]:
+                continue
+            if block.blocks[group.index] == NO_BLOCK:
+                block.blocks[group.index] = int(group.table[row, index])
+            else:
+                group.give_back(row, index)
+                group.share(row, index, block)
+
+    def _pass_by(self, group: KVGroup, seq: Sequence) -> None:
+        """Give back what the group's window shows to no query of ``seq`` any more."""
+        row, cached = seq.row, self._cached[seq.row]
+        seen = group.first_seen(seq.num_computed_tokens)
+        for index in range(group.first[row], seen):
+            if index < len(cached):
+                group.leave(cached[index])
+            else:
+                group.give_back(row, index)
+            group.table[row, index] = group.empty
+        group.first[row] = max(seen, group.first[row])
 
     # Proof
 
@@ -239,32 +339,45 @@ class KVCache:
             if parent in place:
                 _prove(block in place and place[block] < place[parent], "a parent would go before its child")
         _prove(cache.announced_rows() <= set(self._sequences), "a block is announced by nobody")
-        held = np.array(self._num_held)
+        held = np.array(self._num_held, np.int32)
         _prove(
             set(np.flatnonzero(held).tolist()) <= set(self._sequences),
             "a row without a sequence holds blocks",
         )
-        for group, (pool, table) in enumerate(zip(self.pools, self._tables, strict=True)):
-            where = f"KV group {group}: "
-            own = np.arange(table.shape[1]) < held[:, None]
-            _prove(not table[~own].any(), where + "a table has stale blocks")
-            for row in self._sequences:
-                prefix = [block.blocks[group] for block in self._cached[row]]
-                _prove(
-                    table[row, : len(prefix)].tolist() == prefix, where + f"row {row} strayed from its prefix"
-                )
-            references = np.bincount(table[own], minlength=pool.num_blocks)
-            _prove(references.tolist() == pool.references, where + "reference counts differ from the tables'")
-            free, used = pool.free_blocks(), set(np.flatnonzero(references).tolist())
-            known = [block.blocks[group] for block in blocks]
-            cached = set(known) - used
-            _prove(len(set(free)) == len(free), where + "a block is free twice")
-            _prove(len(set(known)) == len(known), where + "a block is cached twice")
-            _prove(not set(free) & (used | cached), where + "a block is free and in use")
+        for group in self.groups:
+            self._check_group(group, held, blocks)
+
+    def _check_group(self, group: KVGroup, held: Int32, blocks: list[CachedBlock]) -> None:
+        where, pool, table = f"KV group {group.index}: ", group.pool, group.table
+        index, first = np.arange(table.shape[1]), np.array(group.first)[:, None]
+        own = index < held[:, None]
+        _prove(not table[~own].any(), where + "a table has stale blocks")
+        _prove(bool((table[index < first] == group.empty).all()), where + "a block outlived its window")
+        for row, seq in self._sequences.items():
+            start = group.first[row]
             _prove(
-                len(free) + len(cached) + len(used) == pool.num_blocks,
-                where + f"{len(free)} free + {len(cached)} cached + {len(used)} used != {pool.num_blocks}",
+                start == group.first_seen(seq.num_computed_tokens), where + f"row {row} keeps a wrong window"
             )
+            prefix = [block.blocks[group.index] for block in self._cached[row]]
+            _prove(
+                table[row, start : len(prefix)].tolist() == prefix[start:],
+                where + f"row {row} strayed from its prefix",
+            )
+        references = np.bincount(table[own & (index >= first)], minlength=pool.num_blocks)
+        _prove(references.tolist() == pool.references, where + "reference counts differ from the tables'")
+        free, used = pool.free_blocks(), set(np.flatnonzero(references).tolist())
+        here = [block for block in blocks if block.blocks[group.index] != NO_BLOCK]
+        known = [block.blocks[group.index] for block in here]
+        cached = set(known) - used
+        idle = {block for block in here if block.blocks[group.index] in cached}
+        _prove(group.window is None or set(group.idle) == idle, where + "idle blocks are not those unused")
+        _prove(len(set(free)) == len(free), where + "a block is free twice")
+        _prove(len(set(known)) == len(known), where + "a block is cached twice")
+        _prove(not set(free) & (used | cached), where + "a block is free and in use")
+        _prove(
+            len(free) + len(cached) + len(used) == pool.num_blocks,
+            where + f"{len(free)} free + {len(cached)} cached + {len(used)} used != {pool.num_blocks}",
+        )
 
 
 def _block_tokens(seq: Sequence, index: int) -> bytes:

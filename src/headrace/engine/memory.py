@@ -19,18 +19,26 @@ _WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 _FIXED_BYTES = 64 * 2**20  # interpreter, tables, program
 
 
-def block_bytes(architecture: Architecture) -> int:
-    """Bytes of one block in every KV group: K and V of 16 tokens in all layers."""
-    return sum(
+def group_block_bytes(architecture: Architecture) -> list[int]:
+    """Bytes of one block in each KV group: K and V of 16 tokens in its layers."""
+    return [
         2 * KV_BYTES_PER_VALUE * group.kv_heads * group.head_dim * BLOCK_SIZE * len(group.layers)
         for group in architecture.kv_groups
-    )
+    ]
+
+
+def block_bytes(architecture: Architecture) -> int:
+    """Bytes of one block in every KV group."""
+    return sum(group_block_bytes(architecture))
 
 
 def check_memory(checkpoint: Checkpoint, model: ModelConfig, settings: RunnerSettings) -> None:
     """Raise OutOfMemoryError if weights, KV pool and scratch will not fit into what is available."""
     weights = weight_bytes(checkpoint.path) * _NARROWED.get(model.quantization or "", 1.0)
-    pool = settings.num_blocks * block_bytes(checkpoint.architecture)
+    pool = sum(
+        settings.blocks_of(group) * size
+        for group, size in enumerate(group_block_bytes(checkpoint.architecture))
+    )
     needed = int(weights) + pool + scratch_bytes(checkpoint.architecture, settings) + _FIXED_BYTES
     available = available_bytes()
     if needed > available:

@@ -10,6 +10,7 @@ import hashlib
 from collections import OrderedDict
 
 KEY_BYTES = 16
+NO_BLOCK = -1  # of a group whose window has passed it and that needed the room
 
 
 def root_key(salt: str) -> bytes:
@@ -23,18 +24,18 @@ def block_key(parent: bytes, tokens: bytes) -> bytes:
 
 
 class CachedBlock:
-    """One full, computed block of content, held in every KV group."""
+    """One full, computed block of content; ``blocks`` says where each KV group has it."""
 
     __slots__ = ("blocks", "key", "parent", "salt", "tokens", "users")
 
     def __init__(
-        self, key: bytes, parent: CachedBlock | None, tokens: bytes, salt: str, blocks: tuple[int, ...]
+        self, key: bytes, parent: CachedBlock | None, tokens: bytes, salt: str, blocks: list[int]
     ) -> None:
         self.key = key
         self.parent = parent
         self.tokens = tokens
         self.salt = salt
-        self.blocks = blocks  # physical block in each group
+        self.blocks = blocks  # physical block in each group, or NO_BLOCK
         self.users = 1  # sequences whose tables hold it
 
 

@@ -93,6 +93,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     detokenize: bool = True  # False = token ids only
     truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1 = as many as fit
     structured_outputs: StructuredOutputs | None = None
+    timeout_s: float | None = None  # from arrival to the last token, or the request fails; ours, not vLLM's
 
     def __post_init__(self) -> None:
         """As in vLLM, ``stop`` may be given as one string, and None stands for nothing."""
@@ -112,6 +113,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         check_sampling_params(self, vocab_size)
 
 
+class Sender(msgspec.Struct, kw_only=True, frozen=True):
+    """For whom a request runs beside others'; see the fields of :class:`EngineRequest`."""
+
+    priority: int = 0
+    tenant: str = ""
+    tenant_weight: float = 1.0
+    cache_salt: str = ""
+
+
+NOBODY = Sender()
+"""The sender of a request that nobody sets apart from others."""
+
+
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="request"):
     """One client's request, tokenised. ``params.n`` sequences come of it.
 
@@ -122,7 +136,9 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
     prompt_token_ids: list[int]
     params: SamplingParams
     eos_token_ids: list[int] = msgspec.field(default_factory=list)  # end generation unless ignore_eos
-    priority: int = 0  # lower runs first; FIFO among equals
+    priority: int = 0  # lower runs first; FIFO among equals; waiting makes more urgent
+    tenant: str = ""  # opaque; those that have requests waiting get equal shares of the engine
+    tenant_weight: float = 1.0  # of the tenant's share, from this request on
     arrival_time: float = 0.0  # time.monotonic() of the submitting process's host
     cache_salt: str = ""
     bad_word_ids: list[list[int]] = msgspec.field(default_factory=list)  # no output spells one of these
@@ -175,6 +191,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0  # prompt tokens computed or found, of scheduled requests
     generation_tokens: int = 0
     num_preemptions: int = 0
+    deadlines_missed: int = 0  # requests that ended because their timeout_s had passed
+    deadlines_refused: int = 0  # requests that ended early because it could not be kept
+    num_tenants: int = 0  # that have a sequence waiting or running
+    step_token_budget: int = 0  # tokens that the last step could have had
     draft_tokens: int = 0  # verified in steps
     draft_tokens_accepted: int = 0
     draft_tokens_per_position: list[int] = msgspec.field(default_factory=list)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
-from collections.abc import Iterable
+from bisect import bisect_right, insort
+from collections.abc import Iterator
 from operator import attrgetter
 
-import numpy as np
-
-from headrace.backend.batch import Batch, Float32, Int32, StepResult
+from headrace.backend.batch import Batch, StepResult
+from headrace.engine.assemble import assemble
 from headrace.engine.config import SchedulerConfig
+from headrace.engine.deadlines import Deadlines
 from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
-from headrace.engine.request import EngineOutput, EngineRequest, TokenLogprobs
+from headrace.engine.outcome import NOT_FINITE, Outcome, StepOutcomes, why_failed
+from headrace.engine.pace import Pace
+from headrace.engine.request import EngineOutput, EngineRequest
 from headrace.engine.sampling_rows import SamplingRows
 from headrace.engine.sequence import Request, Sequence
+from headrace.engine.share import Share
 from headrace.engine.speculation import Speculation
+from headrace.engine.step_cost import StepCost
+from headrace.engine.waiting import WaitingLine
 
 _by_rank = attrgetter("rank")
 
@@ -25,16 +30,18 @@ class Scheduler:
     """Decides who computes what in the next step, and takes in what came of the last one.
 
     Chunked prefill, prefix hits, speculation and preemption all follow from two numbers of a sequence (its
-    tokens, a draft's included, and tokens computed) and one order (priority, then arrival, then choice):
+    tokens, a draft's included, and tokens computed) and one order (priority and age, then arrival, then
+    choice):
 
     - a sequence enters only with blocks for all tokens that it knows, and nobody overtakes one that waits
       for blocks;
-    - when a running sequence needs a block and there is none, the last in order gives up its blocks and goes
-      back to its place in the waiting line, keeping its tokens. The first in order is never the victim of
-      another, so it always finishes: there is no livelock.
+    - when a running sequence needs a block and there is none, one that is behind it in the order gives up its
+      blocks: the one that loses least by it. It goes back to its place in the waiting line, keeping its
+      tokens. The first in order is never the victim of another, so it always finishes: there is no livelock.
 
-    A draft lives for one step: from :meth:`schedule`, which gives it only what nobody else wants, to
-    :meth:`commit`, which keeps of it what was sampled anyway.
+    Between tenants the waiting line (``waiting.py``) is fair. A draft lives for one step: from
+    :meth:`schedule`, which gives it only what nobody else wants, to :meth:`commit`, which keeps of it what
+    was sampled anyway. None of this changes a token of any answer.
 
     ``whole``: for encoders, which need all of a sequence's tokens in one step; it ends with that step.
     """
@@ -47,7 +54,6 @@ class Scheduler:
         vocab_size: int,
         max_model_len: int,
         max_logit_rows: int,
-        speculation: Speculation | None = None,
         whole: bool = False,
     ) -> None:
         self._whole = whole
@@ -57,17 +63,27 @@ class Scheduler:
         self.generation_tokens = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.deadlines_missed = 0
+        self.deadlines_refused = 0
+        self.step_budget = 0
+        cost = StepCost()
+        speculative = config.speculative
+        self.speculation = None if speculative is None else Speculation(speculative, cost)
+        self._drafted = 0 if speculative is None else speculative.num_speculative_tokens
         self._config = config
         self._kv = kv_cache
         self._rows = SamplingRows(kv_cache.max_sequences, vocab_size)
         self._free_rows = list(range(kv_cache.max_sequences - 1, -1, -1))
         self._vocab_size = vocab_size
         self._spare_rows = max_logit_rows - kv_cache.max_sequences  # beyond one a sequence
-        self._speculation = speculation
+        self._pace = Pace(cost, None if config.tpot_target_ms is None else config.tpot_target_ms / 1000)
+        self._deadlines = Deadlines(cost, max_model_len)
         self._requests: dict[str, Request] = {}
-        self._waiting: list[Sequence] = []  # by rank
+        self._waiting = WaitingLine(config.priority_aging_s)
         self._running: list[Sequence] = []  # by rank
         self._in_flight: list[Sequence] = []
+        self._tokens_in_flight = (0, 0)  # decoded and drafted ones, and those of prompts
+        self._prompt_budget = config.max_num_batched_tokens  # of the last step that had room for any
         self._num_arrived = 0
         self._next_expiry = math.inf
 
@@ -80,6 +96,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences without blocks: new ones and preempted ones."""
         return len(self._waiting)
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that have a sequence, waiting or running."""
+        return self._waiting.num_tenants
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -95,11 +116,14 @@ class Scheduler:
             now=now,
             vocab_size=self._vocab_size,
             grammar=grammar,
+            tenant=self._waiting.enter(request.tenant, request.tenant_weight, request.params.n),
+            aging_s=self._config.priority_aging_s,
         )
         self._num_arrived += 1
         self._requests[arrived.request_id] = arrived
         for seq in arrived.sequences.values():
-            insort(self._waiting, seq, key=_by_rank)
+            self._waiting.add(seq)
+        self._deadlines.add(arrived)
         self._next_expiry = min(self._next_expiry, arrived.arrival_time + self._config.max_queue_time_s)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
@@ -117,81 +141,94 @@ class Scheduler:
         return [output for request_id in list(self._requests) for output in self.abort(request_id)]
 
     def expire(self, now: float) -> list[EngineOutput]:
-        """End what has waited for its first step longer than ``max_queue_time_s``."""
-        if now < self._next_expiry:
-            return []
-        limit = self._config.max_queue_time_s
-        fresh = [seq for seq in self._waiting if seq.first_scheduled_time is None]
-        late = [seq for seq in fresh if seq.request.arrival_time + limit <= now]
-        for seq in late:
-            self._remove(seq)
-        self._next_expiry = min(
-            (seq.request.arrival_time + limit for seq in fresh if seq.request.arrival_time + limit > now),
-            default=math.inf,
-        )
-        message = f"The request waited longer than {limit:g} s for its turn; try again later."
-        return [seq.error_output("OverloadedError", message) for seq in late]
+        """End what has waited too long for its first step, and what is or will be too late for its client."""
+        outputs = [] if now < self._next_expiry else self._expire_waiting(now)
+        for request in self._deadlines.passed(now):
+            self.deadlines_missed += 1
+            message = f"The answer was not complete within timeout_s = {request.params.timeout_s:g}."
+            outputs += self._end_with_error(request, "DeadlineExceededError", message)
+        if self._deadlines.is_due(now):
+            seen: set[bytes] = set()
+            hopeless = self._deadlines.hopeless(
+                now,
+                self._running,
+                self._waiting.lines(),
+                lambda seq: seq.num_tokens - self._kv.num_findable(seq, seen),
+                step_tokens=self._prompt_budget,
+                tokens_per_step=1 + self._drafted,
+            )
+            for request, why in hopeless.items():
+                self.deadlines_refused += 1
+                outputs += self._end_with_error(request, "DeadlineExceededError", why)
+        return outputs
 
     # A step
 
     def schedule(self, now: float) -> Batch | None:
         """The next step's work, or None when there is none. :meth:`commit` must follow every Batch."""
         self._make_room()
-        share = _Share(self._config.max_num_batched_tokens, self._spare_rows)
-        if self._speculation is not None:
-            share.spare_rows -= self._draft(self._speculation, share)
-        for seq in sorted(self._running, key=_lacks_many):  # those that only lack their last token come first
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for seq in self._running:
+            lacks_one = seq.num_tokens - seq.num_computed_tokens == 1 and not seq.lacks_prompt_logprobs
+            (decodes if lacks_one else prompts).append(seq)
+        share = Share(self._config.max_num_batched_tokens, self._spare_rows)
+        if self.speculation is not None and decodes:
+            share.spare_rows -= self._draft(self.speculation, decodes, share)
+        share.give_decodes(decodes)
+        decoded = self._config.max_num_batched_tokens - share.budget
+        share.budget = left = self._pace.prompt_tokens(decoded, share.budget)
+        self.step_budget = decoded + left
+        self._prompt_budget = left or self._prompt_budget
+        for seq in self._prompts_in_order(prompts, share, now):
             share.give(seq)
-        for seq in self._admit(share, now):
-            share.give(seq)
+            self._waiting.computed(seq, seq.num_scheduled)
         self._in_flight = share.scheduled
-        return self._batch(share.scheduled) if share.scheduled else None
+        self._tokens_in_flight = decoded, left - share.budget
+        return assemble(share.scheduled, self._kv, self._rows) if share.scheduled else None
 
-    def commit(self, result: StepResult, now: float) -> list[EngineOutput]:
-        """Take in what the step sampled: extend sequences, publish computed blocks, end what is finished."""
+    def commit(self, result: StepResult, now: float, seconds: float) -> list[EngineOutput]:
+        """Take in what the step sampled: extend sequences, publish computed blocks, end what is finished.
+
+        ``seconds``: what the runner took for it.
+        """
+        self._pace.note(*self._tokens_in_flight, seconds)
+        outcomes = StepOutcomes(result, self.max_model_len)
         outputs: list[EngineOutput] = []
-        sampled, failed = result.token_ids.tolist(), result.failed.tolist()
-        row = 0
         for seq in self._in_flight:
-            if result.vectors is None:
-                output = self._take_in(seq, result, row, sampled, failed, now)
-            else:
-                output = self._take_vector(seq, result.vectors[row], failed[row], now)
-            if output is not None:
+            if self._whole:
+                outputs.append(self._report_vector(seq, outcomes.take_vector(seq), now))
+            elif (output := self._report(seq, outcomes.take(seq), now)) is not None:
                 outputs.append(output)
-            row += seq.num_logit_rows
         self._in_flight = []
         return outputs
-
-    @property
-    def only_decodes(self) -> bool:
-        """Whether the step in flight has no prompt tokens: every sequence in it samples a token."""
-        return all(
-            seq.num_logit_rows == seq.num_scheduled and not seq.lacks_prompt_logprobs
-            for seq in self._in_flight
-        )
 
     # Inside
 
     def _make_room(self) -> None:
-        """Blocks for every running sequence's next token: the first in order first, at the last's expense."""
-        for seq in list(self._running):
+        """Blocks for every running sequence's next token, if need be at the expense of a later one."""
+        short = [seq for seq in self._running if self._kv.lacks_blocks(seq)]
+        for seq in short:
             while seq.row >= 0 and not self._kv.grow(seq):
-                self._preempt(self._running[-1])
+                self._preempt(self._victim(seq))
+
+    def _victim(self, seq: Sequence) -> Sequence:
+        """Of those behind ``seq`` the one that loses least, the last among equals; else ``seq`` itself."""
+        behind = self._running[bisect_right(self._running, seq.rank, key=_by_rank) :]
+        return min(reversed(behind), key=self._kv.num_lost, default=seq)
 
     def _preempt(self, seq: Sequence) -> None:
         self._kv.release(seq)
         self._running.remove(seq)
         self._free_row(seq)
         seq.num_computed_tokens = 0
-        insort(self._waiting, seq, key=_by_rank)
+        self._waiting.add(seq)
         self.num_preemptions += 1
 
-    def _draft(self, speculation: Speculation, share: _Share) -> int:
+    def _draft(self, speculation: Speculation, decodes: list[Sequence], share: Share) -> int:
         """Place drafts behind the tokens of those that decode; returns how many tokens they have."""
         room = min(share.spare_rows, share.budget - len(self._running))
-        decodes = [seq for seq in self._running if seq.num_lacking == 1 and not seq.lacks_prompt_logprobs]
-        if room <= 0 or not decodes:
+        if room <= 0:
             return 0
         limits = [min(self._most_drafted(seq), room // len(decodes) or 1) for seq in decodes]
         placed = 0
@@ -215,36 +252,61 @@ class Scheduler:
             room = min(room, max_tokens - seq.num_output_tokens)
         return room - 1
 
-    def _admit(self, share: _Share, now: float) -> Iterable[Sequence]:
-        """Move sequences from the waiting line to the running ones while tokens, rows and blocks last."""
-        index = 0
-        while share.budget > 0 and self._free_rows and index < len(self._waiting):
-            seq = self._waiting[index]
-            if self._whole and seq.num_lacking > share.budget:
-                return  # the next step has room for it
-            prefix = self._kv.find_prefix(seq)
-            if prefix is None:
-                index += 1  # another computes its next block: those behind may go first
-                continue
-            seq.row = self._free_rows[-1]
-            # Each running sequence will soon need one block more: without them the newcomer would be the
-            # next victim.
-            headroom = 0 if self._whole else len(self._running)
-            if not self._kv.admit(seq, prefix, headroom=headroom):
-                seq.row = -1
+    def _prompts_in_order(self, running: list[Sequence], share: Share, now: float) -> Iterator[Sequence]:
+        """Those that lack more than a token, newcomers included, while tokens last: the most urgent first."""
+        line = self._waiting
+        if line.num_tenants > 1:
+            running = sorted(running, key=lambda seq: line.precedence(seq, now))
+        entering = line.in_order(now) if len(line) else iter(())
+        newcomer = next(entering, None)
+        at = 0
+        while share.budget > 0:
+            seq = running[at] if at < len(running) else None
+            if not self._free_rows:
+                newcomer = None
+            if newcomer is not None and (seq is None or line.goes_first(newcomer, seq, now)):
+                entered = self._admit(newcomer, share, now)
+                if entered:
+                    yield newcomer
+                newcomer = None if entered is None else next(entering, None)
+            elif seq is not None:
+                yield seq
+                at += 1
+            else:
                 return
-            self._free_rows.pop()
-            del self._waiting[index]
-            insort(self._running, seq, key=_by_rank)
-            self._rows.fill(seq)
-            self._note_start(seq, now)
-            yield seq
+
+    def _admit(self, seq: Sequence, share: Share, now: float) -> bool | None:
+        """Move a sequence from the waiting line to the running ones.
+
+        False: it waits for another's computation, and those behind it may go first. None: there is no room
+        for it, and so for nobody.
+        """
+        if self._whole and seq.num_lacking > share.budget:
+            return None  # the next step has room for it
+        prefix = self._kv.find_prefix(seq)
+        if prefix is None:
+            return False
+        seq.row = self._free_rows[-1]
+        # Each running sequence will soon need one block more: without them the newcomer would be the next
+        # victim.
+        headroom = 0 if self._whole else len(self._running)
+        if not self._kv.admit(seq, prefix, headroom=headroom):
+            seq.row = -1
+            return None
+        self._free_rows.pop()
+        self._note_start(seq, now)
+        insort(self._running, seq, key=_by_rank)
+        self._rows.fill(seq)
+        return True
 
     def _note_start(self, seq: Sequence, now: float) -> None:
+        """``seq`` leaves the waiting line, maybe for the first time."""
         if seq.first_scheduled_time is not None:
+            self._waiting.admitted(seq, 0, now)
             return
         seq.first_scheduled_time = now
         seq.num_cached_tokens = seq.num_computed_tokens
+        self._waiting.admitted(seq, seq.num_prompt_tokens - seq.num_cached_tokens, now)
         if self._kv.prefix_caching:
             self.prefix_queries += seq.num_prompt_tokens
             self.prefix_hits += seq.num_cached_tokens
@@ -252,108 +314,60 @@ class Scheduler:
             seq.request.was_scheduled = True
             self.prompt_tokens += seq.num_prompt_tokens
 
-    def _batch(self, scheduled: list[Sequence]) -> Batch:
-        rows = np.array([seq.row for seq in scheduled], np.intp)
-        counts = np.array([seq.num_scheduled for seq in scheduled], np.int32)
-        starts = np.array([seq.num_computed_tokens for seq in scheduled], np.int32)
-        wanted = np.array([seq.num_logit_rows for seq in scheduled], np.int32)
-        query_start = np.zeros(len(scheduled) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        num_tokens = int(query_start[-1])
-        positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
-        token_ids = np.concatenate(
-            [
-                seq.tokens(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled)
-                for seq in scheduled
-            ]
-        )
-        return Batch(
-            token_ids=token_ids,
-            positions=positions,
-            query_start=query_start,
-            context_len=starts + counts,
-            slot_mapping=self._kv.slot_mapping(np.repeat(rows, counts), positions),
-            block_tables=self._kv.block_tables(rows),
-            logit_rows=_last_of_each(query_start[1:], wanted),
-            sampling=self._rows.table(
-                [
-                    (seq, end + 1 - back)
-                    for seq, end in zip(scheduled, (starts + counts - 1).tolist(), strict=True)
-                    for back in range(seq.num_logit_rows - 1, -1, -1)
-                ]
-            ),
-        )
-
-    def _take_in(
-        self,
-        seq: Sequence,
-        result: StepResult,
-        row: int,
-        sampled: list[int],
-        failed: list[bool],
-        now: float,
-    ) -> EngineOutput | None:
-        """What the step did for ``seq``, whose logit rows begin at ``row``: its news, if there is any.
-
-        ``sampled`` and ``failed`` are the result's, as lists.
-
-        A drafted token counts exactly when it is the one that was sampled in its place. The first one that
-        was not, and all that was computed after it, is forgotten: other tokens will take its slots.
-        """
-        draft = seq.take_draft() if seq.num_draft_tokens else []
-        seq.num_computed_tokens += seq.num_scheduled
-        end = row + seq.num_logit_rows
-        row, sound = self._take_prompt_logprobs(seq, result, row)
-        tokens: list[int] = []
-        reason: str | None = None
-        for index, token in enumerate(sampled[row:end]):
-            if failed[row + index] or not sound:
-                # Its K and V may be as broken as its logits: no block of this step becomes findable.
-                self._remove(seq)
-                output = seq.error_output(*_why_failed(seq))
-                output.token_ids, output.logprobs = tokens, _logprobs(seq, result, row, len(tokens))
-                return output
-            seq.append(token)
-            tokens.append(token)
-            reason = seq.finish_reason(self.max_model_len)
-            if reason is not None or index == len(draft) or token != draft[index]:
-                break
-        if draft and self._speculation is not None:
-            accepted = sum(token == guess for token, guess in zip(tokens, draft, strict=False))
-            self._speculation.note_draft(seq, end - row - 1, accepted)
-        seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
+    def _report(self, seq: Sequence, outcome: Outcome, now: float) -> EngineOutput | None:
+        """What the step did for ``seq``: its news, if there is any."""
+        tokens = outcome.tokens
+        if outcome.failed:
+            # Its K and V may be as broken as its logits: no block of this step becomes findable.
+            self._remove(seq)
+            output = seq.error_output(*why_failed(seq))
+            output.token_ids, output.logprobs = tokens, outcome.logprobs
+            return output
+        if outcome.drafted and self.speculation is not None:
+            self.speculation.note_draft(seq, outcome.drafted, outcome.accepted)
         self._kv.commit(seq)
         if not tokens:
             return None
         self.generation_tokens += len(tokens)
+        seq.request.tenant.serve(len(tokens))
         is_first = seq.first_token_time is None
         if is_first:
             seq.first_token_time = now
-        if reason is not None:
+        if outcome.finish_reason is not None:
             self._remove(seq)
-        output = seq.token_output(tokens, _logprobs(seq, result, row, len(tokens)), reason)
+        output = seq.token_output(tokens, outcome.logprobs, outcome.finish_reason)
         if is_first:
             output.prompt_logprobs = seq.prompt_logprobs
         return output
 
-    def _take_prompt_logprobs(self, seq: Sequence, result: StepResult, row: int) -> tuple[int, bool]:
-        """The row after those of prompt tokens that the step scored, and whether all of them are sound."""
-        have = seq.prompt_logprobs
-        if have is None or not seq.lacks_prompt_logprobs:
-            return row, True
-        end = row + min(seq.num_logit_rows, seq.num_prompt_tokens - 1 - len(have))
-        have += [_scored(seq, result, at, len(have) + 1 + at - row) for at in range(row, end)]
-        return end, not result.failed[row:end].any()
-
-    def _take_vector(self, seq: Sequence, vector: Float32, failed: bool, now: float) -> EngineOutput:
+    def _report_vector(self, seq: Sequence, vector: bytes | None, now: float) -> EngineOutput:
         """The whole news of an encoder's sequence, which ends with its only step."""
         self._remove(seq)
-        if failed:
-            return seq.error_output("GenerationError", _NOT_FINITE)
+        if vector is None:
+            return seq.error_output("GenerationError", NOT_FINITE)
         seq.first_token_time = now
         output = seq.output("stop")
-        output.vector = vector.astype("<f4", copy=False).tobytes()
+        output.vector = vector
         return output
+
+    def _expire_waiting(self, now: float) -> list[EngineOutput]:
+        limit = self._config.max_queue_time_s
+        fresh = [seq for seq in self._waiting if seq.first_scheduled_time is None]
+        late = [seq for seq in fresh if seq.request.arrival_time + limit <= now]
+        for seq in late:
+            self._remove(seq)
+        self._next_expiry = min(
+            (seq.request.arrival_time + limit for seq in fresh if seq.request.arrival_time + limit > now),
+            default=math.inf,
+        )
+        message = f"The request waited longer than {limit:g} s for its turn; try again later."
+        return [seq.error_output("OverloadedError", message) for seq in late]
+
+    def _end_with_error(self, request: Request, kind: str, message: str) -> list[EngineOutput]:
+        ended = list(request.sequences.values())
+        for seq in ended:
+            self._remove(seq)
+        return [seq.error_output(kind, message) for seq in ended]
 
     def _remove(self, seq: Sequence) -> None:
         """Forget a sequence wherever it is, and its request with the last one."""
@@ -363,9 +377,10 @@ class Scheduler:
             self._free_row(seq)
         else:
             self._waiting.remove(seq)
-        if self._speculation is not None:
-            self._speculation.forget(seq)
+        if self.speculation is not None:
+            self.speculation.forget(seq)
         request = seq.request
+        self._waiting.leave(seq)
         del request.sequences[seq.choice]
         if not request.sequences:
             del self._requests[request.request_id]
@@ -373,80 +388,3 @@ class Scheduler:
     def _free_row(self, seq: Sequence) -> None:
         self._free_rows.append(seq.row)
         seq.row = -1
-
-
-_NOT_FINITE = "The model produced numbers that are not finite; this sequence cannot go on."
-_NOTHING_LEFT = (
-    "The model produced numbers that are not finite, or none for what the grammar and min_tokens allow; this "
-    "sequence cannot go on."
-)
-
-
-def _why_failed(seq: Sequence) -> tuple[str, str]:
-    """Class and message of the error of a row that could not be sampled: its grammar's, or its logits'."""
-    if seq.matcher is None:
-        return "GenerationError", _NOT_FINITE
-    why = seq.matcher.dead_end()
-    return ("GenerationError", _NOTHING_LEFT) if why is None else ("GrammarError", why)
-
-
-def _lacks_many(seq: Sequence) -> bool:
-    return seq.num_tokens - seq.num_draft_tokens - seq.num_computed_tokens > 1
-
-
-class _Share:
-    """What a step has left to give: tokens, and logit rows beyond one a sequence."""
-
-    def __init__(self, budget: int, spare_rows: int) -> None:
-        self.budget = budget
-        self.spare_rows = spare_rows
-        self.scheduled: list[Sequence] = []
-
-    def give(self, seq: Sequence) -> None:
-        """Schedule as many tokens as ``seq`` lacks, as far as there are tokens and rows."""
-        lacking = seq.num_tokens - seq.num_computed_tokens
-        count = min(lacking, self.budget)
-        without = lacking - seq.num_draft_tokens - 1  # tokens before the first logit row
-        if seq.prompt_logprobs is not None and seq.lacks_prompt_logprobs:
-            without = max(0, len(seq.prompt_logprobs) - seq.num_computed_tokens)
-            count = min(count, without + 1 + self.spare_rows)
-            self.spare_rows -= max(0, count - without - 1)
-        seq.num_scheduled = count
-        seq.num_logit_rows = max(0, count - without)
-        if count > 0:
-            self.scheduled.append(seq)
-            self.budget -= count
-
-
-def _last_of_each(ends: Int32, counts: Int32) -> Int32:
-    """The last ``counts[i]`` indices before ``ends[i]``, one after the other."""
-    before = np.cumsum(counts, dtype=np.int32) - counts
-    return np.repeat(ends - counts - before, counts) + np.arange(counts.sum(), dtype=np.int32)
-
-
-def _logprobs(seq: Sequence, result: StepResult, row: int, count: int) -> list[TokenLogprobs] | None:
-    wanted = seq.request.params.logprobs
-    if wanted is None:
-        return None
-    return [
-        TokenLogprobs(
-            token_id=int(result.token_ids[at]),
-            logprob=float(result.logprobs[at]),
-            top_ids=result.top_ids[at, :wanted].tolist(),
-            top_logprobs=result.top_logprobs[at, :wanted].tolist(),
-        )
-        for at in range(row, row + count)
-    ]
-
-
-def _scored(seq: Sequence, result: StepResult, row: int, position: int) -> TokenLogprobs:
-    """The log-probabilities of the prompt's token at ``position``."""
-    wanted = seq.request.params.prompt_logprobs
-    [token] = seq.tokens(position, position + 1).tolist()
-    impossible = token != result.token_ids[row]  # so much so that no bias helped
-    return TokenLogprobs(
-        token_id=token,
-        logprob=-math.inf if impossible else float(result.logprobs[row]),
-        top_ids=result.top_ids[row, :wanted].tolist(),
-        top_logprobs=result.top_logprobs[row, :wanted].tolist(),
-    )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend.batch import Float32, Int32
 from headrace.engine.grammar import Grammar
 from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
+
+Rank = tuple[float, int, int]
+"""Urgency, arrival and choice: unique to a sequence; lower runs first."""
 
 _GREEDY_BELOW = 1e-5
 _MIN_GROWTH = 64
@@ -57,6 +62,29 @@ class SeenTokens:
         return ids, counts
 
 
+class Tenant:
+    """Somebody whose requests share the engine with others' (see ``waiting.py``)."""
+
+    __slots__ = ("admitted_time", "num_sequences", "promised", "served", "waiting", "weight")
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.served = 0.0  # tokens, each divided by the weight of its time
+        self.promised = 0  # tokens of prompts that have blocks and are not computed yet
+        self.admitted_time = -math.inf  # when a sequence last got its blocks
+        self.num_sequences = 0  # waiting and running
+        self.waiting: list[Sequence] = []  # by rank
+
+    @property
+    def claimed(self) -> float:
+        """What it will have been served once its admitted prompts are computed."""
+        return self.served + self.promised / self.weight
+
+    def serve(self, tokens: int) -> None:
+        """Count tokens that were computed for this tenant."""
+        self.served += tokens / self.weight
+
+
 class Request:
     """What a client asked, as far as its sequences share it. The prompt lives in the sequences."""
 
@@ -66,6 +94,7 @@ class Request:
         "bad_words",
         "ban_ids",
         "cache_salt",
+        "deadline",
         "grammar",
         "number",
         "params",
@@ -74,6 +103,8 @@ class Request:
         "seed",
         "sequences",
         "stop_ids",
+        "tenant",
+        "urgency",
         "was_scheduled",
     )
 
@@ -86,10 +117,13 @@ class Request:
         now: float,
         vocab_size: int,
         grammar: Grammar | None = None,
+        tenant: Tenant | None = None,
+        aging_s: float = 0.0,
     ) -> None:
         """``number``: place in the order of arrival. ``seed``: used when the parameters name none.
 
-        ``grammar``: what ``params.structured_outputs`` was compiled to.
+        ``grammar``: what ``params.structured_outputs`` was compiled to. ``aging_s``: the head start of one
+        level of priority; 0 = one that nothing makes up for.
         """
         params = request.params
         self.request_id = request.request_id
@@ -100,6 +134,10 @@ class Request:
         self.cache_salt = request.cache_salt
         # A clock that runs ahead must not make a request immortal in the queue.
         self.arrival_time = min(request.arrival_time or now, now)
+        # Time adds the same to all that wait, so that ages need no clock: who came earlier is ahead for good.
+        self.urgency = self.priority + (self.arrival_time / aging_s if aging_s else 0.0)
+        self.deadline = math.inf if params.timeout_s is None else self.arrival_time + params.timeout_s
+        self.tenant = tenant or Tenant()
         eos = () if params.ignore_eos else request.eos_token_ids
         self.stop_ids = frozenset((*eos, *params.stop_token_ids))
         self.ban_ids = sorted(token for token in self.stop_ids if 0 <= token < vocab_size)
@@ -123,6 +161,7 @@ class Sequence:
     __slots__ = (
         "_bans",
         "_bias",
+        "_capacity",
         "_seen",
         "_tokens",
         "block_keys",
@@ -135,6 +174,7 @@ class Sequence:
         "num_computed_tokens",
         "num_draft_tokens",
         "num_logit_rows",
+        "num_promised",
         "num_prompt_tokens",
         "num_scheduled",
         "num_tokens",
@@ -149,13 +189,15 @@ class Sequence:
         """``prompt`` is shared between a request's sequences: the first append copies it."""
         self.request = request
         self.choice = choice
-        self.rank = (request.priority, request.number, choice)  # lower runs first
+        self.rank: Rank = (request.urgency, request.number, choice)
         self._tokens = prompt
+        self._capacity = len(prompt)
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
         self.num_computed_tokens = 0
         self.num_draft_tokens = 0  # the last of num_tokens: guessed, not sampled
         self.num_scheduled = 0  # tokens in the step in flight; scheduler
+        self.num_promised = 0  # prompt tokens that its tenant has not been charged for yet; waiting line
         self.num_logit_rows = 0  # of its last tokens in the step in flight; scheduler
         self.row = -1  # in the block tables and the sampling rows; scheduler; -1 = not running
         self.block_keys: list[bytes] = []  # of the leading full blocks; KVCache, as far as it needed them
@@ -206,7 +248,11 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """Add a sampled token."""
-        self._write([token])
+        end = self.num_tokens
+        if end == self._capacity:
+            self._reserve(end + 1)
+        self._tokens[end] = token
+        self.num_tokens = end + 1
         if self._seen is not None:
             self._seen.append(token)
         if self.matcher is not None:
@@ -224,16 +270,29 @@ class Sequence:
         self.num_tokens, self.num_draft_tokens = known, 0
         return draft
 
-    def finish_reason(self, max_model_len: int) -> str | None:
-        """Whether the last token ended the sequence: ``stop``, ``length`` or None."""
-        if int(self._tokens[self.num_tokens - 1]) in self.request.stop_ids:
+    def finish_reason(self, token: int, max_model_len: int) -> str | None:
+        """Whether ``token``, its last one, ended the sequence: ``stop``, ``length`` or None.
+
+        No draft is placed.
+        """
+        request = self.request
+        if token in request.stop_ids:
             return "stop"  # never before min_tokens: until then these are banned
         if self.matcher is not None and self.matcher.complete:
             return "stop"  # nothing can follow, min_tokens or not
-        max_tokens = self.request.params.max_tokens
-        if max_tokens is not None and self.num_output_tokens >= max_tokens:
+        end = self.num_tokens
+        max_tokens = request.params.max_tokens
+        if max_tokens is not None and end - self.num_prompt_tokens >= max_tokens:
             return "length"
-        return "length" if self.num_tokens >= max_model_len else None
+        return "length" if end >= max_model_len else None
+
+    def least_output(self, max_model_len: int) -> int:
+        """So many more tokens, at least, until the sequence can end."""
+        params = self.request.params
+        least = max(params.min_tokens, 1)
+        if params.max_tokens is not None and not (self.request.stop_ids or params.stop or self.matcher):
+            least = params.max_tokens
+        return max(1, min(least - self.num_output_tokens, max_model_len - self.num_known_tokens))
 
     # How the token at a position is sampled, given the tokens before it, drafted ones included.
 
@@ -310,12 +369,17 @@ class Sequence:
 
     def _write(self, token_ids: list[int]) -> None:
         end = self.num_tokens + len(token_ids)
-        if end > len(self._tokens):
-            grown = np.empty(end + max(_MIN_GROWTH, end // 2), np.int32)
-            grown[: self.num_tokens] = self._tokens[: self.num_tokens]
-            self._tokens = grown
+        if end > self._capacity:
+            self._reserve(end)
         self._tokens[self.num_tokens : end] = token_ids
         self.num_tokens = end
+
+    def _reserve(self, count: int) -> None:
+        """Room for ``count`` tokens and some more."""
+        self._capacity = count + max(_MIN_GROWTH, count // 2)
+        grown = np.empty(self._capacity, np.int32)
+        grown[: self.num_tokens] = self._tokens[: self.num_tokens]
+        self._tokens = grown
 
     def _bad_ends(self, position: int) -> list[int]:
         """Tokens that would complete a bad word at ``position``."""

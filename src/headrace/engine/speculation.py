@@ -6,48 +6,13 @@ from dataclasses import dataclass
 
 from headrace.engine.config import SpeculativeConfig
 from headrace.engine.drafter import Drafter, NgramDrafter
-from headrace.engine.sequence import Sequence
+from headrace.engine.sequence import Rank, Sequence
+from headrace.engine.step_cost import StepCost
 
 _KEPT = 0.85  # of what earlier drafts said about acceptance, at each new one
 _PRIOR_TOKENS, _PRIOR_ACCEPTED = 2.0, 1.2  # what a sequence without drafts is taken for
 _PROBE_EVERY = 32  # drafts that did not pay, until the next one is tried all the same
 _PROBE_TOKENS = 2
-
-_COST_KEPT = 0.97  # of what earlier steps said about cost, at each new one
-_PRIOR_SHARE = 0.2  # of a step's time that one more token costs, until steps of several sizes were seen
-_PRIOR_WEIGHT = 4.0
-
-
-class StepCost:
-    """What one more token costs in a small step: a line fitted to recent steps, older ones fading."""
-
-    def __init__(self) -> None:
-        self._weight = 0.0
-        self._tokens = 0.0  # weighted means
-        self._seconds = 0.0
-        self._variance = 0.0
-        self._covariance = 0.0
-
-    def note(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
-        if self._weight:
-            seconds = min(seconds, 4 * self._seconds)  # the machine did something else meanwhile
-        self._weight = _COST_KEPT * self._weight + 1.0
-        share = 1.0 / self._weight
-        off, late = tokens - self._tokens, seconds - self._seconds
-        self._tokens += share * off
-        self._seconds += share * late
-        self._variance = (1 - share) * (self._variance + share * off * off)
-        self._covariance = (1 - share) * (self._covariance + share * off * late)
-
-    def line(self, tokens: int) -> tuple[float, float]:
-        """Seconds of a step of so many tokens, and of each token more; only their ratio before any step."""
-        if not self._weight:
-            return 1.0, _PRIOR_SHARE
-        prior = _PRIOR_SHARE * self._seconds / max(self._tokens, 1.0)
-        slope = (self._covariance + _PRIOR_WEIGHT * prior) / (self._variance + _PRIOR_WEIGHT)
-        slope = min(max(slope, 0.0), self._seconds / max(self._tokens, 1.0))
-        return max(self._seconds + slope * (tokens - self._tokens), slope * tokens), slope
 
 
 @dataclass(slots=True)
@@ -85,15 +50,16 @@ class Acceptance:
 class Speculation:
     """Proposes drafts for sequences that lack only their last token, and learns what became of them."""
 
-    def __init__(self, config: SpeculativeConfig) -> None:
+    def __init__(self, config: SpeculativeConfig, cost: StepCost) -> None:
+        """``cost``: what steps take, kept up to date by their owner."""
         self.draft_tokens = 0
         self.accepted_tokens = 0
         self.drafted_per_position = [0] * config.num_speculative_tokens
         self.accepted_per_position = [0] * config.num_speculative_tokens
         self._config = config
         self._drafter: Drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-        self._acceptance: dict[tuple[int, int, int], Acceptance] = {}
-        self._cost = StepCost()
+        self._acceptance: dict[Rank, Acceptance] = {}
+        self._cost = cost
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """For each sequence of a step a draft of at most ``limits[i]`` tokens, fewer where they don't pay."""
@@ -118,10 +84,6 @@ class Speculation:
             self.drafted_per_position[position] += 1
         for position in range(accepted):
             self.accepted_per_position[position] += 1
-
-    def note_step(self, tokens: int, seconds: float) -> None:
-        """A step of decodes and drafts, and of nothing else, took so long."""
-        self._cost.note(tokens, seconds)
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` has ended."""

@@ -101,6 +101,7 @@ class Subscribers:
                 self.stats,
                 num_running_seqs=0,
                 num_waiting_seqs=0,
+                num_tenants=0,
                 num_free_blocks=self.stats.num_blocks,
                 kv_cache_usage=0.0,
             )

@@ -35,6 +35,9 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(request.cache_salt, str):
             raise InvalidRequestError("cache_salt must be a string.", param="cache_salt")
         _whole("priority", request.priority, -(2**31), 2**31 - 1)
+        if not isinstance(request.tenant, str):
+            raise InvalidRequestError("tenant must be a string.", param="tenant")
+        _number("tenant_weight", request.tenant_weight, lambda x: x >= 1e-3, "0.001 or more")
         _number("arrival_time", request.arrival_time)
         _check_ids("eos_token_ids", request.eos_token_ids, None)
         _check_bad_words(request.bad_word_ids, self.vocab_size)
@@ -118,6 +121,8 @@ def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> Non
             f"min_tokens ({params.min_tokens}) must not be above max_tokens ({params.max_tokens}).",
             param="min_tokens",
         )
+    if params.timeout_s is not None:
+        _number("timeout_s", params.timeout_s, lambda x: x > 0, "above 0")
     if params.logprobs is not None:
         _whole("logprobs", params.logprobs, 0, MAX_LOGPROBS)
     if params.prompt_logprobs is not None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from headrace import errors
-from headrace.engine.request import SamplingParams, TokenLogprobs
-from headrace.errors import GenerationError, HeadraceError, OverloadedError
+from headrace.engine.request import SamplingParams, Sender, TokenLogprobs
+from headrace.errors import DeadlineExceededError, GenerationError, HeadraceError, OverloadedError
 from headrace.frontend.embedding import vector_of
 from headrace.frontend.frontend import Frontend
 from headrace.frontend.outputs import (
@@ -41,6 +41,7 @@ class BatchRequest:
     text: str | None
     token_ids: list[int]
     params: SamplingParams
+    priority: int = 0
 
 
 def generate_batch(
@@ -48,30 +49,38 @@ def generate_batch(
 ) -> list[RequestOutput]:
     """Run all requests, at most ``max_sequences`` sequences at a time, and return answers in their order.
 
-    An exception, KeyboardInterrupt included, aborts what runs. Raises BatchError after the others have
+    The most urgent are submitted first. An exception, KeyboardInterrupt included, aborts what runs. Raises
+    BatchError after the others have
     finished if a sequence failed, or at once what submitting raises.
     """
     news: SimpleQueue[TextRequest] = SimpleQueue()
     running: dict[str, tuple[int, TextRequest]] = {}
     outputs: list[RequestOutput | None] = [None] * len(requests)
     failures: list[tuple[int, TextOutput]] = []
-    waiting = 0  # the next request to submit
+    order = sorted(range(len(requests)), key=lambda index: requests[index].priority)
+    waiting = 0  # the place in that order of the next request to submit
     sequences = 0  # that run
     with _progress(len(requests), show_progress) as advance:
         try:
             while waiting < len(requests) or running:
                 while waiting < len(requests):
-                    request = requests[waiting]
+                    index = order[waiting]
+                    request = requests[index]
                     if running and sequences + request.params.n > max_sequences:
                         break
                     try:
-                        submitted = frontend.submit(request.token_ids, request.params, news.put)
+                        submitted = frontend.submit(
+                            request.token_ids,
+                            request.params,
+                            news.put,
+                            sender=Sender(priority=request.priority),
+                        )
                     except OverloadedError:
                         if not running:
                             raise
                         break
-                    outputs[waiting] = _empty_output(submitted.request_id, request)
-                    running[submitted.request_id] = (waiting, submitted)
+                    outputs[index] = _empty_output(submitted.request_id, request)
+                    running[submitted.request_id] = (index, submitted)
                     sequences += request.params.n
                     waiting += 1
                 woken = news.get()
@@ -143,8 +152,9 @@ def _failure(failures: list[tuple[int, TextOutput]], answers: list[RequestOutput
     index, first = failures[0]
     message = first.error_message or "generation failed"
     kind = getattr(errors, first.error_kind or "", None)
-    if isinstance(kind, type) and issubclass(kind, HeadraceError) and not issubclass(kind, GenerationError):
-        return kind(message)
+    of_one = (GenerationError, DeadlineExceededError)
+    if isinstance(kind, type) and issubclass(kind, HeadraceError) and not issubclass(kind, of_one):
+        return kind(message)  # the engine's, and so everybody's
     return BatchError(
         f"{len(failures)} of the sequences failed, first one of prompt {index}: {message}", answers
     )

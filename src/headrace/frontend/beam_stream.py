@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
+from headrace.engine.request import NOBODY, Sender
 from headrace.frontend.beam_search import BeamSearch, BeamSearchParams, beam_text
 from headrace.frontend.outputs import TextOutput
 
@@ -27,13 +29,16 @@ class BeamStream:
         *,
         n: int,
         request_id: str,
-        priority: int = 0,
+        sender: Sender = NOBODY,
+        timeout_s: float | None = None,
     ) -> None:
+        """``timeout_s``: from now to the end of the search, or it fails."""
         self._frontend = frontend
         self._prompt = prompt_token_ids
         self._n = n
         self._request_id = request_id
-        self._priority = priority
+        self._sender = sender
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         room = frontend.max_model_len - len(prompt_token_ids)
         self._search = BeamSearch(params, frontend.eos_token_ids, room)
         self._streams: list[TextStream] = []
@@ -74,14 +79,16 @@ class BeamStream:
 
     async def _step(self, step: int) -> TextOutput | None:
         """Go on by one token; the news of a beam that failed, if one did."""
-        search = self._search
+        search, params = self._search, self._search.step_params
+        if self._deadline is not None:  # one that has passed still needs a request that says so
+            params.timeout_s = max(self._deadline - time.monotonic(), 1e-6)
         self._streams = []
         for number, beam in enumerate(search.running):
             stream = await self._frontend.start(
                 [*self._prompt, *beam.token_ids],
-                search.step_params,
+                params,
                 request_id=f"{self._request_id}-{step}-{number}",
-                priority=self._priority,
+                sender=self._sender,
             )
             self._streams.append(stream)
         ends = await asyncio.gather(*(_end(stream) for stream in self._streams))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headrace import errors
 from headrace.engine.client import EngineClient
-from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams
+from headrace.engine.request import NOBODY, EngineOutput, EngineRequest, SamplingParams, Sender
 from headrace.errors import GenerationError, HeadraceError, InvalidRequestError, OverloadedError
 
 _WINDOW = 64  # texts in the engine: enough for its next steps, and no caller fills the waiting line alone
@@ -33,7 +33,8 @@ class EmbeddingJob:
         done: Callable[[], None],
         *,
         request_id: str,
-        priority: int = 0,
+        sender: Sender = NOBODY,
+        timeout_s: float | None = None,
         embedded: Callable[[int], None] | None = None,
     ) -> None:
         self.outputs: list[EngineOutput] = [EngineOutput(request_id="")] * len(inputs)
@@ -43,7 +44,8 @@ class EmbeddingJob:
         self._done = done
         self._embedded = embedded
         self._request_id = request_id
-        self._priority = priority
+        self._sender = sender
+        self._params = SamplingParams(timeout_s=timeout_s)
         self._arrival = time.monotonic()
         self._lock = threading.Lock()
         self._waiting = deque(range(len(inputs)))  # not submitted yet
@@ -80,8 +82,10 @@ class EmbeddingJob:
         return EngineRequest(
             request_id=self._name(index),
             prompt_token_ids=self._inputs[index],
-            params=SamplingParams(),
-            priority=self._priority,
+            params=self._params,
+            priority=self._sender.priority,
+            tenant=self._sender.tenant,
+            tenant_weight=self._sender.tenant_weight,
             arrival_time=self._arrival,
             kind="embed",
         )

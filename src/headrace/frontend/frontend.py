@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from headrace.engine.client import EngineClient
-from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, StructuredOutputs
+from headrace.engine.request import (
+    NOBODY,
+    EngineOutput,
+    EngineRequest,
+    SamplingParams,
+    Sender,
+    StructuredOutputs,
+)
 from headrace.engine.validate import wrong_kind
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.frontend.embedding import EmbeddingJob
@@ -115,20 +122,35 @@ class Frontend:
         done: Callable[[], None],
         *,
         request_id: str | None = None,
-        priority: int = 0,
+        sender: Sender = NOBODY,
+        timeout_s: float | None = None,
         embedded: Callable[[int], None] | None = None,
     ) -> EmbeddingJob:
         """A job, to be started, that embeds all ``inputs``. Raises InvalidRequestError for a decoder."""
         self.check_kind(embeds=True)
         name = request_id or f"{self._prefix}-{next(self._numbers)}"
-        return EmbeddingJob(self.client, inputs, done, request_id=name, priority=priority, embedded=embedded)
+        return EmbeddingJob(
+            self.client,
+            inputs,
+            done,
+            request_id=name,
+            sender=sender,
+            timeout_s=timeout_s,
+            embedded=embedded,
+        )
 
     async def embed(
-        self, inputs: Sequence[list[int]], *, request_id: str | None = None, priority: int = 0
+        self,
+        inputs: Sequence[list[int]],
+        *,
+        request_id: str | None = None,
+        sender: Sender = NOBODY,
+        timeout_s: float | None = None,
     ) -> list[EngineOutput]:
         """One output with a vector for each input. Cancelling it ends what still runs.
 
-        Raises InvalidRequestError, ContextLengthError, OverloadedError, GenerationError or EngineDeadError.
+        Raises InvalidRequestError, ContextLengthError, OverloadedError, DeadlineExceededError,
+        GenerationError or EngineDeadError.
         """
         import asyncio
 
@@ -138,7 +160,7 @@ class Frontend:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(ended.set)
 
-        job = self.embedding_job(inputs, done, request_id=request_id, priority=priority)
+        job = self.embedding_job(inputs, done, request_id=request_id, sender=sender, timeout_s=timeout_s)
         try:
             job.start()
             await ended.wait()
@@ -226,8 +248,7 @@ class Frontend:
         wake: Callable[[TextRequest], None],
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        sender: Sender = NOBODY,
     ) -> TextRequest:
         """Queue a request whose owner calls ``process()`` and ``take()`` after each ``wake`` (on any thread).
 
@@ -240,9 +261,11 @@ class Frontend:
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             eos_token_ids=self.eos_token_ids,
-            priority=priority,
+            priority=sender.priority,
+            tenant=sender.tenant,
+            tenant_weight=sender.tenant_weight,
             arrival_time=time.monotonic(),
-            cache_salt=cache_salt,
+            cache_salt=sender.cache_salt,
         )
         self.check(request.prompt_token_ids, params)
         request.bad_word_ids = self._bad_word_ids(params.bad_words)
@@ -256,21 +279,13 @@ class Frontend:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        sender: Sender = NOBODY,
     ) -> TextStream:
         """Submit now and return the stream of news. Raises as :meth:`submit` does, before any item."""
         from headrace.frontend.stream import TextStream
 
         return TextStream(
-            lambda wake: self.submit(
-                prompt_token_ids,
-                params,
-                wake,
-                request_id=request_id,
-                priority=priority,
-                cache_salt=cache_salt,
-            ),
+            lambda wake: self.submit(prompt_token_ids, params, wake, request_id=request_id, sender=sender),
             self._waker(),
         )
 
@@ -280,13 +295,10 @@ class Frontend:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        sender: Sender = NOBODY,
     ) -> AsyncIterator[list[TextOutput]]:
         """:meth:`start`, as a generator: submits when first awaited, aborts when closed."""
-        async with await self.start(
-            prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt
-        ) as news:
+        async with await self.start(prompt_token_ids, params, request_id=request_id, sender=sender) as news:
             async for outputs in news:
                 yield outputs
 

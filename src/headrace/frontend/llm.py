@@ -60,6 +60,8 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        priority_aging_s: float | None = None,
+        tpot_target_ms: float | None = None,
         backend: str | None = None,
         device: str | None = None,
         threads: int | None = None,
@@ -96,6 +98,8 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             speculative=SpeculativeConfig.of(speculative_config),
+            priority_aging_s=priority_aging_s,
+            tpot_target_ms=tpot_target_ms,
         )
         self._frontend = open_frontend(
             self.model_config,
@@ -130,15 +134,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers to all prompts, in their order.
 
         ``sampling_params``: one for all, or one per prompt. ``use_tqdm``: show a progress bar on a terminal.
+        ``priority``: one number per prompt, lower runs first.
         All prompts are checked before any runs: InvalidRequestError or ContextLengthError say which one is
         wrong. If a sequence fails on the way the others finish first; then BatchError is raised, whose
         ``outputs`` hold everything.
         """
-        return self._run(_listed(prompts), self._prompt, sampling_params, use_tqdm)
+        return self._run(_listed(prompts), self._prompt, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -149,9 +156,11 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers to one conversation, or to a list of them, through the model's chat template.
 
+        ``priority``: one number per conversation, lower runs first.
         Raises as :meth:`generate`, and InvalidRequestError for a model without a template.
         """
         if not isinstance(messages, Sequence):
@@ -165,7 +174,7 @@ class LLM:
             )
             return text, self._frontend.tokenizer.encode(text, add_special_tokens=False)
 
-        return self._run(conversations, encode, sampling_params, use_tqdm)
+        return self._run(conversations, encode, sampling_params, use_tqdm, priority)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
@@ -268,7 +277,9 @@ class LLM:
         encode: Callable[[Any], tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
+        priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
+        priorities = _priorities(priority, len(inputs))
         params = _one_each(sampling_params, len(inputs))
         requests = []
         for index, (item, its_params) in enumerate(zip(inputs, params, strict=True)):
@@ -279,7 +290,8 @@ class LLM:
                 self._frontend.check(ids, its_params)
                 return text, ids
 
-            requests.append(BatchRequest(*_checked(checked, item, index, len(inputs)), its_params))
+            found = _checked(checked, item, index, len(inputs))
+            requests.append(BatchRequest(*found, its_params, priorities[index]))
         return self._batch(requests, show_progress)
 
     def _batch(self, requests: Sequence[BatchRequest], show_progress: bool) -> list[RequestOutput]:
@@ -363,6 +375,19 @@ def _with_arguments(config: Any, **arguments: Any) -> Any:
                 param=name,
             )
     return dataclasses.replace(config, **given)
+
+
+def _priorities(priority: Sequence[int] | None, count: int) -> Sequence[int]:
+    if priority is None:
+        return [0] * count
+    whole = isinstance(priority, Sequence) and all(
+        type(each) is int and -(2**31) <= each < 2**31 for each in priority
+    )
+    if not whole or len(priority) != count:
+        raise InvalidRequestError(
+            f"priority must be a list of {count} whole numbers of 32 bits, one per prompt.", param="priority"
+        )
+    return priority
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

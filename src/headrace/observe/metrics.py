@@ -7,6 +7,7 @@ metric, ``vllm:x``, so that existing dashboards work. No label ever carries a us
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
@@ -25,7 +26,16 @@ _SECONDS = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _OURS_ONLY = tuple(
     f"headrace_{name}"
-    for name in ("kv_blocks", "step_seconds", "batch_tokens", "device_", "http_", "model_load_")
+    for name in (
+        "kv_blocks",
+        "step_",
+        "deadlines_",
+        "tenants_",
+        "batch_tokens",
+        "device_",
+        "http_",
+        "model_load_",
+    )
 )
 
 _VLLM_NAMES = {  # where it is not our name with another beginning
@@ -48,6 +58,10 @@ class Stats(Protocol):
     prompt_tokens: int
     generation_tokens: int
     num_preemptions: int
+    deadlines_missed: int
+    deadlines_refused: int
+    num_tenants: int
+    step_token_budget: int
     draft_tokens: int
     draft_tokens_accepted: int
     draft_tokens_accepted_per_position: list[int]
@@ -94,6 +108,7 @@ class Metrics:
             "headrace_model_load_seconds", "Time that loading the model took.", labels, registry=None
         )
         self.registry.register(_Aliased([*inner, self.http_requests, self._load_seconds]))
+        self.registry.register(_ProcessCollector())
 
     def watch(self, stats: Callable[[], Stats], load_seconds: float) -> None:
         """Serve the engine's counters too, read by ``stats`` at every scrape."""
@@ -136,6 +151,27 @@ def _as_vllm(metric: Metric) -> Metric:
     return alias
 
 
+class _ProcessCollector(Collector):
+    """CPU of this process and its children (an engine's, where it has one), under Prometheus' own name."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+
+    def collect(self) -> Iterator[Metric]:
+        seconds = _cpu_seconds(self._process)
+        for child in self._process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it may end meanwhile
+                seconds += _cpu_seconds(child)
+        yield CounterMetricFamily("process_cpu_seconds", "User and system CPU time spent.", seconds)
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        yield GaugeMetricFamily("headrace_usable_cores", "Cores that the process may run on.", usable)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
 class _EngineCollector(Collector):
     """Reads the engine's snapshot when asked; holds no counts of its own."""
 
@@ -159,6 +195,14 @@ class _EngineCollector(Collector):
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
         yield self._counter(
             "num_preemptions", "Sequences put back for want of blocks.", stats.num_preemptions
+        )
+        yield self._counter("deadlines_missed", "Requests ended after timeout_s.", stats.deadlines_missed)
+        yield self._counter(
+            "deadlines_refused", "Requests ended before it: not to be kept.", stats.deadlines_refused
+        )
+        yield self._gauge("tenants_active", "Tenants with a sequence in hand.", stats.num_tenants)
+        yield self._gauge(
+            "step_token_budget", "Most tokens of the last step: see tpot_target.", stats.step_token_budget
         )
         yield self._counter("draft_tokens", "Tokens drafted and verified.", stats.draft_tokens)
         yield self._counter("draft_tokens_accepted", "Drafted tokens kept.", stats.draft_tokens_accepted)

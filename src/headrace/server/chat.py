@@ -36,6 +36,7 @@ class ChatAnswer:
     wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     tools: ToolUse | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     _parsers: dict[int, ToolParser] = field(default_factory=dict)
@@ -89,6 +90,8 @@ class ChatAnswer:
             for output in outputs:
                 if (choice := self._choice(output)) is not None:
                     chunk.choices = [choice]
+                    if self.continuous_usage:
+                        chunk.usage = generation.settle()
                     events += event(chunk)
             if events:
                 yield bytes(events)

@@ -32,6 +32,7 @@ class CompletionAnswer:
     wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     echo: list[str] = field(default_factory=list)
     first_tokens: list[int] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -83,6 +84,8 @@ class CompletionAnswer:
             for output in outputs:
                 if (choice := self._choice(output)) is not None:
                     chunk.choices = [choice]
+                    if self.continuous_usage:
+                        chunk.usage = generation.settle()
                     events += event(chunk)
             if events:
                 yield bytes(events)

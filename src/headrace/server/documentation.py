@@ -43,6 +43,7 @@ _REFUSALS = {
     "415": "The body is compressed.",
     "500": "Generation failed.",
     "503": "Loading, draining or overloaded: try again after `retry-after` seconds.",
+    "504": "The request's `timeout_s` has passed, or cannot be kept.",
 }
 
 

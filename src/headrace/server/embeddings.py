@@ -21,6 +21,7 @@ from headrace.server.http import while_connected
 from headrace.server.requests import EmbeddingRequest
 from headrace.server.responses import Embedding, EmbeddingList, EmbeddingUsage, encode
 from headrace.server.routes import off_loop, read_request
+from headrace.server.sender import sender_of
 from headrace.server.state import ServerState, unique_id
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ class EmbeddingRoutes:
                 "one request",
                 param="input",
             )
+        sender, timeout_s = sender_of(
+            http.headers,
+            state.settings.gateway_credential,
+            priority=request.priority,
+            timeout_s=request.timeout_s,
+        )
         line: dict[str, Any] = http.scope["state"]["log"]
         request_id = unique_id("embd")
         line.update(generation_id=request_id, inputs=len(texts))
@@ -57,7 +64,7 @@ class EmbeddingRoutes:
             limit = request.truncate_prompt_tokens
             ids = await off_loop(lambda: _encode(frontend, texts, limit), size)
             call.prompt_tokens = sum(map(len, ids))
-            outputs = await frontend.embed(ids, request_id=request_id, priority=request.priority or 0)
+            outputs = await frontend.embed(ids, request_id=request_id, sender=sender, timeout_s=timeout_s)
             call.outputs = outputs
             name = request.model or state.names[0]
             return await off_loop(

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.request import SamplingParams
+from headrace.engine.request import NOBODY, SamplingParams, Sender
 from headrace.errors import OverloadedError
 from headrace.frontend.beam_search import BeamSearchParams
 from headrace.frontend.beam_stream import BeamStream
@@ -55,7 +55,7 @@ class Generation:
         self,
         prompts: list[list[int]],
         params: SamplingParams,
-        priority: int = 0,
+        sender: Sender = NOBODY,
         beams: BeamSearchParams | None = None,
     ) -> None:
         """Submit all prompts; with ``beams``, the ``n`` best answers are searched instead of sampled.
@@ -66,7 +66,7 @@ class Generation:
         self.usage.prompt_tokens = sum(map(len, prompts))
         for number, prompt in enumerate(prompts):
             name = self._request_id if len(prompts) == 1 else f"{self._request_id}-{number}"
-            stream = await self._stream(prompt, params, name, priority, beams)
+            stream = await self._stream(prompt, params, name, sender, beams)
             self._streams.append(stream)
             self._last_output.update(dict.fromkeys(range(number * self._n, (number + 1) * self._n), 0.0))
         self._outputs = self._merged()
@@ -76,13 +76,21 @@ class Generation:
         prompt: list[int],
         params: SamplingParams,
         name: str,
-        priority: int,
+        sender: Sender,
         beams: BeamSearchParams | None,
     ) -> TextStream | BeamStream:
         if beams is None:
-            return await self._frontend.start(prompt, params, request_id=name, priority=priority)
+            return await self._frontend.start(prompt, params, request_id=name, sender=sender)
         self._frontend.check(prompt, params)
-        return BeamStream(self._frontend, prompt, beams, n=params.n, request_id=name, priority=priority)
+        return BeamStream(
+            self._frontend,
+            prompt,
+            beams,
+            n=params.n,
+            request_id=name,
+            sender=sender,
+            timeout_s=params.timeout_s,
+        )
 
     async def first(self) -> None:
         """Wait for the first outputs, so that what fails before them is still an HTTP error."""

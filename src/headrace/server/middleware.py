@@ -26,6 +26,8 @@ def error_response(error: HeadraceError, state: ServerState) -> Response:
     headers = {}
     if error.status in (429, 503):
         headers["retry-after"] = str(state.settings.retry_after_s)
+    if error.code == "deadline_exceeded":
+        headers["x-should-retry"] = "false"  # OpenAI's clients would try again with the same timeout
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(error_body(error), error.status, headers, "application/json")

@@ -46,9 +46,11 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``include_usage``: a last chunk without choices carries the usage."""
+    """``include_usage``: a last chunk without choices carries the usage; ``continuous_usage_stats`` (vLLM's):
+    and all others the usage so far."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Ignored = None
 
 
@@ -85,6 +87,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=_INT32)] | None = None  # ours
     # what the answer looks like; only one of these
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -144,6 +147,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     # extensions, named as in vLLM
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=_INT32)] | None = None  # ours
     # no effect on the answer
     user: Ignored = None
 

@@ -20,6 +20,7 @@ from headrace.server.http import EventStream, read_body, while_connected
 from headrace.server.params import beam_params, chat_params, completion_params
 from headrace.server.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from headrace.server.responses import error_event
+from headrace.server.sender import sender_of
 from headrace.server.state import ServerState, unique_id
 from headrace.server.structured import compile_grammar, structured_outputs
 from headrace.server.tools import tool_use
@@ -83,6 +84,7 @@ class GenerationRoutes:
             wants_logprobs=bool(request.logprobs),
             wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
+            continuous_usage=_continuous_usage(request),
             tools=tools,
         )
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
@@ -128,6 +130,7 @@ class GenerationRoutes:
             wants_logprobs=request.logprobs is not None,
             wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
+            continuous_usage=_continuous_usage(request),
             echo=echo,
             first_tokens=first_tokens,
         )
@@ -146,13 +149,19 @@ class GenerationRoutes:
     ) -> Response:
         line: dict[str, Any] = http.scope["state"]["log"]
         line.update(generation_id=request_id, stream=bool(request.stream))
+        sender, params.timeout_s = sender_of(
+            http.headers,
+            self._state.settings.gateway_credential,
+            priority=request.priority,
+            timeout_s=request.timeout_s,
+        )
         generation = Generation(self._state, frontend, request_id, line)
 
         async def work() -> Response:
             heavy = size if params.structured_outputs is None else _INLINE_BYTES + 1  # a grammar to compile
             prompts = await off_loop(tokenise, heavy)
             beams = beam_params(request, params, frontend.max_model_len)
-            await generation.start(prompts, params, request.priority or 0, beams)
+            await generation.start(prompts, params, sender, beams)
             if request.stream:
                 await generation.first()
                 events = _Events(self._state, generation, answer, line)
@@ -227,3 +236,9 @@ def _grammar_field(request: GenerationRequest, params: SamplingParams) -> str:
 
 def _include_usage(request: GenerationRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
+
+
+def _continuous_usage(request: GenerationRequest) -> bool:
+    return _include_usage(request) and bool(
+        request.stream_options and request.stream_options.continuous_usage_stats
+    )

@@ -26,6 +26,7 @@ class ServerSettings:
 
     served_model_names: tuple[str, ...] = ()
     api_key: str | None = None
+    gateway_credential: str | None = None  # whoever sends it may say on whose behalf; see sender.py
     max_body_bytes: int = 8 * 2**20
     max_prompts: int = 256  # prompts of one completion request
     max_inputs: int = 2048  # inputs of one embeddings request, as with OpenAI

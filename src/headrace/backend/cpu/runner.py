@@ -80,7 +80,7 @@ class CpuRunner:
             isa=isa,
             threads=threads,
         )
-        kv = [_zeros(settings.num_blocks * size + _SPARE) for size in block_bytes]
+        kv = [_zeros(settings.blocks_of(g) * size + _SPARE) for g, size in enumerate(block_bytes)]
         self._program.bind([weights.data, self._scratch, *kv])
         material = f"{headrace.__version__} {isa} {checkpoint.fingerprint()} bf16"
         self.capabilities = Capabilities(

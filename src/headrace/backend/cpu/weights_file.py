@@ -77,7 +77,7 @@ def packed_weights(checkpoint: Checkpoint, nodes: list[Node]) -> PackedWeights:
     key = hashlib.sha256(material.encode()).hexdigest()[:32]
     path = cache_dir() / "packed" / f"{key}.weights"
     expected = expected_shapes(checkpoint.architecture)  # the readers hold the source to these
-    shapes = {name: expected[name] for name in _tensor_names(nodes)}
+    shapes = {name: expected[name] for name in tensor_names(nodes)}
     found = _open(path, key, shapes)
     if found is None:
         _write(path, key, checkpoint, shapes)
@@ -167,7 +167,7 @@ def _stream(out: IO[bytes], key: str, checkpoint: Checkpoint, shapes: dict[str, 
     out.write(footer + len(footer).to_bytes(8, "little") + _MAGIC)
 
 
-def _tensor_names(nodes: list[Node]) -> list[str]:
+def tensor_names(nodes: list[Node]) -> list[str]:
     """Matrices first, in execution order, so that q, k, v lie side by side; then vectors."""
     matrices = [f"{n.name}.weight" for n in nodes if n.kind in ("embed", "linear")]
     vectors = [f"{n.name}.weight" for n in nodes if n.kind in ("norm", "head_norm")]

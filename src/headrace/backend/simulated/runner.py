@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, StepResult
+from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, Int32, StepResult
 from headrace.backend.runner import Capabilities, RunnerSettings
 from headrace.backend.sampling import sample
 from headrace.model.architecture import Architecture, AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
@@ -86,39 +86,38 @@ class SimulatedRunner:
         self._latency = latency
         self._sleep = sleep
         self._windows = tuple(group.window for group in architecture.kv_groups)
-        num_slots = settings.num_blocks * BLOCK_SIZE
-        self._slot_tokens = [np.full(num_slots, -1, np.int32) for _ in self._windows]
-        self._slot_positions = [np.full(num_slots, -1, np.int32) for _ in self._windows]
-        self._weights = _mix(np.arange(1, settings.max_model_len + 1, dtype=np.uint64) * _GOLDEN)
+        num_slots = [settings.blocks_of(group) * BLOCK_SIZE for group in range(len(self._windows))]
+        self._slot_tokens = [np.full(count, -1, np.int32) for count in num_slots]
+        self._slot_positions = [np.full(count, -1, np.int32) for count in num_slots]
+        self._logical = np.arange(settings.max_model_len + BLOCK_SIZE, dtype=np.int32)  # positions
+        self._block_of, self._offset_of = np.divmod(self._logical, BLOCK_SIZE)
+        self._weights = _mix((self._logical.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
         self._vocabulary = np.arange(architecture.vocab_size, dtype=np.uint64) * _GOLDEN
 
     def run(self, batch: Batch) -> StepResult:
         """Write every token to its slots, read every context back, sample. See :class:`Runner`."""
         self._check_shapes(batch)
-        for group, slots in enumerate(batch.slot_mapping):
-            self._check_slots(batch, group)
-            self._slot_tokens[group][slots] = batch.token_ids
-            self._slot_positions[group][slots] = batch.positions
-        self._check_contexts(batch)
-        logits = np.empty((len(batch.logit_rows), self.architecture.vocab_size), np.float32)
-        owners = np.searchsorted(batch.query_start, batch.logit_rows, side="right") - 1
-        for i, (row, owner) in enumerate(zip(batch.logit_rows.tolist(), owners.tolist(), strict=True)):
-            logits[i] = self.logits(batch, owner, int(batch.positions[row]))
+        for group in range(len(self._windows)):
+            self._write(batch, group)
+        logits = self.logits(batch)
         if self._latency is not None:
             self._sleep(self._latency.step_s + self._latency.token_s * len(batch.token_ids))
         return sample(logits, batch.sampling)
 
-    def logits(self, batch: Batch, sequence: int, position: int) -> Float32:
-        """Pseudo-random ``[vocab]`` in -8 … 8, from what the query at ``position`` sees in all groups."""
-        state = np.uint64(0)
+    def logits(self, batch: Batch) -> Float32:
+        """Pseudo-random ``[m, vocab]`` in -8 … 8, from what each logit row's query sees in all groups."""
+        owners = batch.query_start.searchsorted(batch.logit_rows, side="right") - 1
+        positions = batch.positions[batch.logit_rows, None]
+        logical = self._logical[: int(batch.context_len.max())]
+        state = np.zeros(len(owners), np.uint64)
         for group, window in enumerate(self._windows):
-            first = 0 if window is None else max(0, position - window + 1)
-            logical = np.arange(first, position + 1)
-            blocks = batch.block_tables[group][sequence, logical // BLOCK_SIZE]
-            tokens = self._slot_tokens[group][blocks * BLOCK_SIZE + logical % BLOCK_SIZE]
-            terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[first : position + 1]
-            state = _mix(np.array([np.add.reduce(terms)]) + state + np.uint64(group))[0]
-        bits = _mix(self._vocabulary + state) >> np.uint64(40)
+            tokens = self._slot_tokens[group][self._slots(batch, group)[owners]]
+            terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[: len(logical)]
+            terms[logical > positions] = 0
+            if window is not None:
+                terms[logical <= positions - window] = 0
+            state = _mix(np.add.reduce(terms, axis=1) + state + np.uint64(group))
+        bits = _mix(self._vocabulary + state[:, None]) >> np.uint64(40)
         return bits.astype(np.float32) * np.float32(16 / 2**24) - np.float32(8)
 
     def close(self) -> None:
@@ -126,7 +125,7 @@ class SimulatedRunner:
 
     def _check_shapes(self, batch: Batch) -> None:
         n, r, m = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
-        starts, limits = batch.query_start, self._settings
+        starts, limits, sampled = batch.query_start, self._settings, batch.sampling.position
         _require(0 < n <= limits.max_batch_tokens, f"{n} tokens in a step")
         _require(
             0 < r <= limits.max_sequences and m <= limits.max_logit_rows, f"{r} sequences, {m} logit rows"
@@ -137,45 +136,53 @@ class SimulatedRunner:
         _require(
             batch.token_ids.min() >= 0 and batch.token_ids.max() < self.architecture.vocab_size, "a token id"
         )
-        expected = np.arange(n) + np.repeat(batch.context_len - starts[1:], counts)
+        expected = np.arange(n, dtype=np.int32) + (batch.context_len - starts[1:]).repeat(counts)
         _require(bool((batch.positions == expected).all()), "positions and context_len disagree")
         _require(batch.context_len.max() <= limits.max_model_len, "a context beyond max_model_len")
         _require(len(batch.slot_mapping) == len(batch.block_tables) == len(self._windows), "KV groups")
         next_positions = batch.positions[batch.logit_rows] + 1
-        _require(batch.sampling.position.tolist() == next_positions.tolist(), "sampling.position")
+        _require(len(sampled) == m and bool((sampled == next_positions).all()), "sampling.position")
         arrays = (batch.token_ids, batch.positions, starts, batch.context_len, batch.logit_rows)
         for array in (*arrays, *batch.slot_mapping, *batch.block_tables):
             _require(
                 array.dtype == np.int32 and array.flags.c_contiguous, "an array that is not contiguous int32"
             )
 
-    def _check_slots(self, batch: Batch, group: int) -> None:
-        owner = np.repeat(np.arange(len(batch.context_len)), batch.query_start[1:] - batch.query_start[:-1])
-        tables, slots = batch.block_tables[group], batch.slot_mapping[group]
-        _require(
-            tables.min() >= 0 and tables.max() < self._settings.num_blocks, "a block outside of the pool"
-        )
-        expected = tables[owner, batch.positions // BLOCK_SIZE] * BLOCK_SIZE + batch.positions % BLOCK_SIZE
-        _require(bool((slots == expected).all()), "slot_mapping and block_tables disagree")
-        # A block that is written in this step must belong to its writer alone.
-        held = np.arange(tables.shape[1]) * BLOCK_SIZE < batch.context_len[:, None]
-        holders = np.bincount(tables[held])
-        _require(holders[slots // BLOCK_SIZE].max() == 1, "a shared block is written")
-
-    def _check_contexts(self, batch: Batch) -> None:
-        """Every query finds at each position that it sees a token that was written for that position."""
-        first_queries = batch.positions[batch.query_start[:-1]]
+    def _slots(self, batch: Batch, group: int) -> Int32:
+        """``[r, longest context]``: where each sequence's table says that each of its positions is."""
         width = int(batch.context_len.max())
-        logical = np.arange(width, dtype=np.int32)
-        for group, window in enumerate(self._windows):
-            slots = batch.block_tables[group][:, logical // BLOCK_SIZE] * BLOCK_SIZE + logical % BLOCK_SIZE
-            wrong = self._slot_positions[group][slots] != logical
-            wrong &= logical < batch.context_len[:, None]
-            if window is not None:
-                wrong &= logical > (first_queries - window)[:, None]
-            _require(
-                not wrong.any(),
-                f"group {group}: wrong positions at (sequence, position) {np.argwhere(wrong)}",
+        blocks = batch.block_tables[group][:, self._block_of[:width]]
+        return blocks * np.int32(BLOCK_SIZE) + self._offset_of[:width]
+
+    def _write(self, batch: Batch, group: int) -> None:
+        """Fill the slots of one group, and check that each query finds what was written for its context."""
+        tables, slots, window = batch.block_tables[group], batch.slot_mapping[group], self._windows[group]
+        _require(
+            tables.min() >= 0 and tables.max() < self._settings.blocks_of(group),
+            "a block outside of the pool",
+        )
+        starts, ends = batch.query_start[:-1], batch.context_len[:, None]
+        owner = np.arange(len(starts)).repeat(batch.query_start[1:] - starts)
+        table_slots = self._slots(batch, group)
+        _require(
+            bool((slots == table_slots[owner, batch.positions]).all()),
+            "slot_mapping and block_tables disagree",
+        )
+        # A block that is written in this step must belong to its writer alone.
+        held = self._logical[: tables.shape[1]] * BLOCK_SIZE < ends
+        holders = np.bincount(tables[held])
+        _require(int(holders[slots // BLOCK_SIZE].max()) == 1, "a shared block is written")
+
+        self._slot_tokens[group][slots] = batch.token_ids
+        self._slot_positions[group][slots] = batch.positions
+        logical = self._logical[: table_slots.shape[1]]
+        wrong = (self._slot_positions[group][table_slots] != logical) & (logical < ends)
+        if window is not None:
+            wrong &= logical > (batch.positions[starts] - window)[:, None]
+        if wrong.any():
+            raise BatchContractError(
+                f"The batch breaks its contract: group {group} has other positions at (sequence, position) "
+                f"{np.argwhere(wrong).tolist()}."
             )
 
 

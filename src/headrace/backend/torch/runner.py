@@ -42,9 +42,10 @@ class TorchRunner:
         self._dtype = compute_dtype(self._device, settings.extra.get("dtype"))
         if settings.threads > 0:
             torch.set_num_threads(settings.threads)
-        _refuse_what_does_not_fit(self.architecture, settings.num_blocks, self._device, self._dtype)
+        num_blocks = max(settings.group_blocks, default=settings.num_blocks)
+        _refuse_what_does_not_fit(self.architecture, num_blocks, self._device, self._dtype)
         self._weights: dict[str, torch.Tensor] | None = _load(checkpoint, self._device, self._dtype)
-        self._kv: TorchKV | None = self._new_kv(settings.num_blocks)
+        self._kv: TorchKV | None = self._new_kv(num_blocks)
         dtype_name = str(self._dtype).removeprefix("torch.")
         isa = device_name(self._device)
         identity = (headrace.__version__, torch.__version__, isa, dtype_name, checkpoint.fingerprint())

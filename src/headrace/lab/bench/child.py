@@ -1,4 +1,4 @@
-"""Our own server as a child process, for as long as a measurement takes."""
+"""A server as a child process, for as long as a measurement takes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,17 @@ def served(model: str, options: Sequence[str] = ()) -> Iterator[tuple[str, int]]
     Raises EndpointError with the server's last words if it does not come up.
     """
     command = [sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", "--log-level", "warning"]
+    with running([*command, *options], f"headrace serve {model}") as server:
+        yield server
+
+
+@contextmanager
+def running(command: Sequence[str], name: str) -> Iterator[tuple[str, int]]:
+    """Any server that prints its address once it is ready, as :func:`served`; ``name`` is for errors."""
     with tempfile.TemporaryFile() as log:
         # A session of its own: Ctrl-C ends the measurement, which then ends the server.
         process = subprocess.Popen(
-            [*command, *options],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -38,7 +45,7 @@ def served(model: str, options: Sequence[str] = ()) -> Iterator[tuple[str, int]]
         )
         try:
             with _sigterm_exits():
-                yield _address(process, log, model), process.pid
+                yield _address(process, log, name), process.pid
         finally:
             process.terminate()
             try:
@@ -46,6 +53,8 @@ def served(model: str, options: Sequence[str] = ()) -> Iterator[tuple[str, int]]
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 @contextmanager
@@ -61,7 +70,7 @@ def _sigterm_exits() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _address(process: subprocess.Popen[str], log: IO[bytes], model: str) -> str:
+def _address(process: subprocess.Popen[str], log: IO[bytes], name: str) -> str:
     assert process.stdout is not None
     for line in process.stdout:  # the address is printed once the model is loaded
         if found := re.search(r"http://\S+?:\d+", line):
@@ -69,7 +78,7 @@ def _address(process: subprocess.Popen[str], log: IO[bytes], model: str) -> str:
     status = process.wait()
     log.seek(max(0, log.seek(0, 2) - 4096))
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    raise EndpointError(f"headrace serve {model} ended with status {status}: {_said(lines)}")
+    raise EndpointError(f"{name} ended with status {status}: {_said(lines)}")
 
 
 def _said(lines: list[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -58,9 +57,22 @@ async def ask(
 
     answer = _Answer(record, now)
     record.sent_s = now()
+    old = _Reused()
     try:
         async with asyncio.timeout(timeout_s):
-            await _exchange(session, url, body, headers, answer)
+            while True:
+                old.reused = False
+                try:
+                    async with session.post(
+                        url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=old
+                    ) as response:
+                        await answer.read(response)
+                    break
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                    # A server may close a connection that is kept open just when it is used again (RFC 9112,
+                    # 9.3); of such connections there are finitely many.
+                    if not old.reused or answer.begun:
+                        raise
     except TimeoutError:
         record.error = "timeout"
         record.detail = (
@@ -82,45 +94,23 @@ async def ask(
     return "".join(answer.text)
 
 
-@dataclass(slots=True)
-class _Connection:
-    """``kept``: it has served a request before."""
+class _Reused:
+    """Whether a request went out on a connection that an earlier one had opened."""
 
-    kept: bool = False
+    reused = False
 
 
-def connection_watch() -> aiohttp.TraceConfig:
-    """What a session needs for :func:`ask` to know which connections were kept from earlier requests."""
+def connection_trace() -> aiohttp.TraceConfig:
+    """Of a session whose requests :func:`ask` sends: lets it try again what met a connection just closed."""
     import aiohttp
 
-    async def kept(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
-        if isinstance(context.trace_request_ctx, _Connection):
-            context.trace_request_ctx.kept = True
+    async def note(session: object, context: Any, params: object) -> None:
+        if isinstance(context.trace_request_ctx, _Reused):
+            context.trace_request_ctx.reused = True
 
-    watch = aiohttp.TraceConfig()
-    watch.on_connection_reuseconn.append(kept)
-    return watch
-
-
-async def _exchange(
-    session: aiohttp.ClientSession, url: str, body: bytes, headers: dict[str, str], answer: _Answer
-) -> None:
-    """Send and read. A kept connection may be closed just as it is used again (RFC 9112, section 9.3.1): then
-    the server has not seen the request, and it is sent on another one."""
-    import aiohttp
-
-    while True:
-        connection, answered = _Connection(), False
-        try:
-            async with session.post(
-                url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=connection
-            ) as response:
-                answered = True
-                await answer.read(response)
-            return
-        except (aiohttp.ClientConnectionError, ConnectionError):
-            if answered or not connection.kept:
-                raise
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(note)
+    return trace
 
 
 def _words(error: BaseException) -> str:
@@ -132,12 +122,14 @@ class _Answer:
 
     def __init__(self, record: Record, now: Callable[[], float]) -> None:
         self.text: list[str] = []
+        self.begun = False
         self._record = record
         self._now = now
         self._done = False
         self._events = 0
 
     async def read(self, response: aiohttp.ClientResponse) -> None:
+        self.begun = True
         if response.status != 200:
             status = response.status
             kind = ERROR_OF_STATUS.get(status, "server_error" if status >= 500 else "bad_request")

@@ -15,11 +15,14 @@ LAG_LIMIT_MS = 20.0
 
 
 class ClientStats(msgspec.Struct, kw_only=True):
-    """``cpu``: share of one core; ``loop_lag_*``: how much later than due a timer of the client fired."""
+    """``cpu``: share of one core; ``loop_lag_*``: how much later than due a timer of the client fired;
+    ``late``: share of the time that the client's timers were overdue.
+    """
 
     cpu: float
     loop_lag_p50_ms: float
     loop_lag_p99_ms: float
+    late: float = 0.0
 
     @property
     def warning(self) -> str | None:
@@ -53,8 +56,12 @@ class ClientWatch:
         await asyncio.gather(self._task, return_exceptions=True)
         share = (self._seconds() - self._cpu) / max(time.perf_counter() - self._began, 1e-9)
         p50, p99 = np.percentile(self._lags, (50, 99)) if self._lags else (0.0, 0.0)
+        elapsed = max(time.perf_counter() - self._began, 1e-9)
         self.stats = ClientStats(
-            cpu=round(share, 4), loop_lag_p50_ms=round(float(p50), 3), loop_lag_p99_ms=round(float(p99), 3)
+            cpu=round(share, 4),
+            loop_lag_p50_ms=round(float(p50), 3),
+            loop_lag_p99_ms=round(float(p99), 3),
+            late=round(min(sum(self._lags) / 1000 / elapsed, 1.0), 4),
         )
 
     def _seconds(self) -> float:

@@ -127,11 +127,10 @@ def compare(before: Result, after: Result) -> Comparison:
             and b.cached_share is not None
             and abs(a.cached_share - b.cached_share) > 0.05
         ):
-            notes.append(
-                f"{a.label}: of prompt tokens {a.cached_share:.0%} were cached before, "
-                f"{b.cached_share:.0%} after; "
-                "restart the server between runs of one seed, or change --seed"
-            )
+            shares = f"{a.cached_share:.0%} were cached before, {b.cached_share:.0%} after"
+            same_server = before.settings.get("serve") == after.settings.get("serve")
+            advice = "; restart the server between runs of one seed, or change --seed" if same_server else ""
+            notes.append(f"{a.label}: of prompt tokens {shares}{advice}")
     if not found:
         raise ResultError("no metric has values in both runs: every request failed in one of them")
     return Comparison(found, notes)

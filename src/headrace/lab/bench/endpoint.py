@@ -36,6 +36,7 @@ class Endpoint:
 
     ``extra`` goes into every body. ``token_limit`` is the field that bounds an answer. ``usage``: whether
     answers carry it. ``fixed_length``: whether the model can be made to write exactly as long as asked.
+    ``first_answer_s``: how long the very first request took to its first content (its end, without a stream).
     """
 
     base_url: str
@@ -51,6 +52,7 @@ class Endpoint:
     fixed_length: bool = False
     owner: str = ""
     max_model_len: int | None = None
+    first_answer_s: float | None = None
 
     @property
     def url(self) -> str:
@@ -131,7 +133,13 @@ async def probe(
     for candidate in _candidates(endpoint, [route] if route else ["chat", "completions"], fixed_length):
         last = await _try(session, candidate)
         if last.ok:
-            return replace(candidate, streaming=bool(last.chunk_s), usage=last.output_tokens is not None)
+            first_s = last.chunk_s[0] if last.chunk_s else last.end_s
+            return replace(
+                candidate,
+                streaming=bool(last.chunk_s),
+                usage=last.output_tokens is not None,
+                first_answer_s=first_s - last.sent_s,
+            )
         if last.error not in ("bad_request", "not_found", "stream_error"):
             break
     raise _refused(endpoint, last)

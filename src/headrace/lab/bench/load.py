@@ -144,12 +144,17 @@ class Load:
         for task in self._tasks:
             task.cancel()
 
+    @property
+    def _hopeless(self) -> bool:
+        """Everything has failed so far, and nothing is under way that a busy server may still answer."""
+        return self.done >= _HOPELESS and self.failed == self.done and not self.in_flight
+
     def _take(self) -> int | None:
         """The number of the next conversation, negative while warming up; None when there is none."""
         stage, at = self.stage, self.now()
         if self.interrupted or self.saturated:
             return None
-        if self.done >= _HOPELESS and self.failed == self.done:
+        if self._hopeless:
             return None
         if at < self.begin_s:
             self._warm += 1
@@ -181,7 +186,7 @@ class Load:
             await asyncio.sleep(max(at - self.now(), 0.0))
             if len(self._tasks) > MAX_OUTSTANDING:
                 self.saturated = True
-            if self.saturated or (self.done >= _HOPELESS and self.failed == self.done):
+            if self.saturated or self._hopeless:
                 return
             self._spawn(self._converse(conversation, number, at))
         if self.stage.duration_s is not None and self.stage.requests is None and not self.stage.times:

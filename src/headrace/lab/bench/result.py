@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError
+from headrace.lab.bench.client_floor import ClientFloor
 from headrace.lab.bench.context import Context
 from headrace.lab.bench.metrics import StageResult
 from headrace.lab.bench.slo import SLO
@@ -43,7 +44,7 @@ class WorkloadInfo(msgspec.Struct, kw_only=True):
 
 class Result(msgspec.Struct, kw_only=True):
     """One run. ``knee``: label of the stage with the best throughput for its latency. ``best_rate``: the
-    highest rate that met the SLO, when it was searched for.
+    highest rate that met the SLO, when it was searched for. ``client_floor``: None if it was not measured.
     """
 
     schema: str = SCHEMA
@@ -59,6 +60,7 @@ class Result(msgspec.Struct, kw_only=True):
     best_rate: float | None
     interrupted: bool
     warnings: list[str]
+    client_floor: ClientFloor | None = None
 
 
 def write(result: Result, path: Path) -> None:

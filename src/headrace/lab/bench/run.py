@@ -7,15 +7,16 @@ import contextlib
 import datetime
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from headrace.errors import ConfigError
-from headrace.lab.bench.client import connection_watch
+from headrace.lab.bench.client import connection_trace
+from headrace.lab.bench.client_floor import client_floor
 from headrace.lab.bench.context import context
 from headrace.lab.bench.datasets import read_dataset
 from headrace.lab.bench.endpoint import Endpoint, Route, base_url, looks_like_url, probe
@@ -26,12 +27,20 @@ from headrace.lab.bench.synthetic import Calibration, Synthetic, calibrate
 from headrace.lab.bench.trace import Trace
 from headrace.lab.bench.workload import Listed, Workload, read_prompts
 
+if TYPE_CHECKING:
+    import aiohttp
+
 _NEAR = r"(localhost|127\.|::1$)"
+_NOTABLE = 0.1  # share of a server's TTFT that the client may add in silence
 _FEW = 100  # requests below which a p99 is hardly more than the slowest one
 
 
 class Asked(msgspec.Struct, kw_only=True, frozen=True):
-    """The workload's options. At most one of ``prompts``, ``dataset`` and ``trace``; else synthetic."""
+    """The workload's options. At most one of ``prompts``, ``dataset`` and ``trace``; else synthetic.
+
+    ``ignore_eos``: answers to ``prompts`` and ``dataset`` are as long as they may be; to synthetic prompts
+    they always are.
+    """
 
     prompt_tokens: Lengths
     output_tokens: Lengths
@@ -41,6 +50,7 @@ class Asked(msgspec.Struct, kw_only=True, frozen=True):
     dataset: str | None = None
     trace: Path | None = None
     trace_speed: float = 1.0
+    ignore_eos: bool = False
 
 
 class Target(msgspec.Struct, kw_only=True, frozen=True):
@@ -63,30 +73,28 @@ async def measure(
     view: View,
     settings: dict[str, Any],
     count_tokens: Callable[[str], int] | None = None,
+    *,
+    with_floor: bool = False,
 ) -> Result:
-    """Run ``plan``; Ctrl-C ends it early with what there is. Raises HeadraceError if it can't begin."""
-    import aiohttp
+    """Run ``plan``; Ctrl-C ends it early with what there is. Raises HeadraceError if it can't begin.
 
+    ``with_floor``: measure first, for half a second, what the client itself adds to every time.
+    """
     listed = _listed(asked)
     created = datetime.datetime.now(datetime.UTC).isoformat()
     where = context()
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ttl_dns_cache=300)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=15)
-    # Proxies of the environment are for the world outside, and would only slow what is near.
-    outside = not re.match(_NEAR, urlsplit(base_url(target.address)).hostname or "")
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, trust_env=outside, trace_configs=[connection_watch()]
-    ) as http:
+    async with open_http(target) as http:
         endpoint = await probe(
             http,
             target.address,
             model=target.model,
             api_key=target.api_key,
             route=target.route,
-            fixed_length=listed is None,
+            fixed_length=listed is None or listed.fixed_length,
             extra={} if target.temperature is None else {"temperature": target.temperature},
             timeout_s=target.timeout_s,
         )
+        floor = await client_floor(http) if with_floor else None
         calibration = Calibration() if listed is not None else await calibrate(http, endpoint)
         workload = listed or _made_up(asked, calibration, plan.seed)
         if isinstance(workload, Trace):
@@ -96,7 +104,7 @@ async def measure(
         session = Session(
             http, endpoint, workload, plan, view, server_pid=target.server_pid, count_tokens=count_tokens
         )
-        with _ctrl_c(session.interrupt):
+        with ctrl_c(session.interrupt):
             await session.run()
     best = knee(session.stages) if not plan.find_rate else None
     result = Result(
@@ -120,13 +128,28 @@ async def measure(
         best_rate=session.best_rate,
         interrupted=session.interrupted,
         warnings=[],
+        client_floor=floor,
     )
     result.warnings += _warnings(result, endpoint, workload, calibration)
     return result
 
 
+def open_http(target: Target) -> aiohttp.ClientSession:
+    """Connections to ``target``, as many as the load needs; close it."""
+    import aiohttp
+
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ttl_dns_cache=300)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=15)
+    # Proxies of the environment are for the world outside, and would only slow what is near.
+    outside = not re.match(_NEAR, urlsplit(base_url(target.address)).hostname or "")
+    return aiohttp.ClientSession(
+        connector=connector, timeout=timeout, trust_env=outside, trace_configs=[connection_trace()]
+    )
+
+
 @contextlib.contextmanager
-def _ctrl_c(interrupt: Callable[[], None]) -> Any:
+def ctrl_c(interrupt: Callable[[], None]) -> Iterator[None]:
+    """Calls ``interrupt`` when Ctrl-C is pressed inside."""
     loop = asyncio.get_running_loop()
     try:
         loop.add_signal_handler(signal.SIGINT, interrupt)
@@ -143,8 +166,13 @@ def _listed(asked: Asked) -> Listed | None:
     limit = asked.output_tokens
     most = int(limit.b if limit.kind == "uniform" else limit.a)
     if asked.prompts is not None:
-        return read_prompts(asked.prompts, most)
-    return read_dataset(asked.dataset, most) if asked.dataset is not None else None
+        listed = read_prompts(asked.prompts, most)
+    elif asked.dataset is not None:
+        listed = read_dataset(asked.dataset, most)
+    else:
+        return None
+    listed.fixed_length = asked.ignore_eos
+    return listed
 
 
 def _made_up(asked: Asked, calibration: Calibration, seed: int) -> Workload:
@@ -188,13 +216,26 @@ def _describe(asked: Asked, workload: Workload) -> str:
     if isinstance(workload, Trace):
         return f"trace {workload.name}, {len(workload.times)} requests"
     if isinstance(workload, Listed):
-        return f"{workload.name}, {len(workload)} prompts, answers up to {asked.output_tokens} tokens"
+        until = "as long as asked" if workload.fixed_length else f"up to {asked.output_tokens} tokens"
+        return f"{workload.name}, {len(workload)} prompts, answers {until}"
     parts = [f"{asked.prompt_tokens} prompt tokens → {asked.output_tokens} output tokens"]
     if asked.turns > 1:
         parts.append(f"{asked.turns} turns")
     if asked.shared_prefix:
         parts.append(f"{asked.shared_prefix:.0%} shared prefix")
     return ", ".join(parts)
+
+
+def _close_to_the_floor(result: Result) -> list[str]:
+    """Stages whose times are, to a notable part, the client's own."""
+    floor = result.client_floor
+    if floor is None:
+        return []
+    return [
+        f"{stage.label}: {floor.ttft_p50_ms / stage.ttft.p50:.0%} of the median TTFT is the client's own time"
+        for stage in result.stages
+        if stage.ttft is not None and floor.ttft_p50_ms > _NOTABLE * stage.ttft.p50
+    ]
 
 
 def _warnings(result: Result, endpoint: Endpoint, workload: Workload, calibration: Calibration) -> list[str]:
@@ -211,7 +252,7 @@ def _warnings(result: Result, endpoint: Endpoint, workload: Workload, calibratio
         found.append(f"the endpoint reports no usage: tokens are counted {how}")
     if workload.fixed_length and not endpoint.fixed_length:
         found.append("the endpoint has no ignore_eos: answers may be shorter than asked for")
-    if workload.fixed_length and not calibration.measured:
+    if workload.fixed_length and not isinstance(workload, Listed) and not calibration.measured:
         found.append("without usage, prompt lengths are a guess: one word is taken as one token")
     target = result.endpoint.target
     local = not looks_like_url(target) or bool(re.match(_NEAR, urlsplit(base_url(target)).hostname or ""))
@@ -219,6 +260,7 @@ def _warnings(result: Result, endpoint: Endpoint, workload: Workload, calibratio
     if local and load is not None and load > 0.5 * cores:
         found.append(f"the machine was busy already (load average {load:g} on {cores} cores): expect noise")
     found += [f"{s.label}: {s.client.warning}" for s in result.stages if s.client.warning]
+    found += _close_to_the_floor(result)
     if isinstance(workload, Listed) and any(s.requests > len(workload) for s in result.stages):
         found.append(
             f"{workload.name} has {len(workload)} prompts, which came again: a prefix cache has seen them"

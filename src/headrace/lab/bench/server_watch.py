@@ -1,4 +1,4 @@
-"""What the server says of itself under the load: its /metrics page, read once a second."""
+"""What the server says of itself under the load (its /metrics page), and what its machine says of it."""
 
 from __future__ import annotations
 
@@ -7,40 +7,29 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import msgspec
-import psutil
+
+from headrace.lab.bench import process_watch
+from headrace.lab.bench.server_names import COUNTERS, GAUGES, engine_of, parse_metrics
 
 if TYPE_CHECKING:
     import aiohttp
 
 _INTERVAL_S = 1.0
 _MAX_PAGE_BYTES = 8 * 2**20
-_PREFIXES = ("vllm:", "headrace_", "process_cpu_seconds")
-
-# What is wanted, and the names it goes by: vLLM's (ours serves them too), older ones of vLLM, only ours.
-_GAUGES = {
-    "running": ("vllm:num_requests_running",),
-    "waiting": ("vllm:num_requests_waiting",),
-    "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-}
-_COUNTERS = {
-    "queue_s": ("vllm:request_queue_time_seconds_sum",),
-    "queued": ("vllm:request_queue_time_seconds_count",),
-    "looked_up": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
-    "found": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
-    "preemptions": ("vllm:num_preemptions_total",),
-    "steps": ("headrace_step_seconds_count",),
-    "step_s": ("headrace_step_seconds_sum",),
-    "step_tokens": ("headrace_batch_tokens_sum",),
-    "cpu_s": ("process_cpu_seconds_total",),
-}
+_SAMPLED = ("running", "waiting", "kv_usage")
 
 
 class ServerStats(msgspec.Struct, kw_only=True):
-    """The server's side of a stage; None where it says nothing. Shares are of 1.
+    """The server's side of a stage; None where nobody says. Shares are of 1.
 
-    ``busy``: share of time in engine steps. ``cpu_cores``: cores that the server's process kept busy.
+    ``busy``: share of time in engine steps. ``cpu_cores``: cores that the server's processes kept busy, of
+    ``cores`` that they may use; ``busiest_thread`` of them the busiest thread alone. ``others_cores``: cores
+    that neither the server nor the client used, but somebody else. ``device_*``: of NVIDIA devices, by NVML.
+    ``prefill_time_mean_ms`` is of a request, ``prefill_ms_per_token`` of a prompt's token;
+    ``frontend_time_mean_ms``: checking and tokenising a request.
     """
 
+    engine: str | None = None
     running_mean: float | None = None
     running_max: float | None = None
     waiting_mean: float | None = None
@@ -48,46 +37,53 @@ class ServerStats(msgspec.Struct, kw_only=True):
     kv_usage_mean: float | None = None
     kv_usage_max: float | None = None
     queue_time_mean_ms: float | None = None
+    prefill_time_mean_ms: float | None = None
+    prefill_ms_per_token: float | None = None
+    frontend_time_mean_ms: float | None = None
     prefix_hit_share: float | None = None
     preemptions: float | None = None
     tokens_per_step: float | None = None
     busy: float | None = None
     cpu_cores: float | None = None
-
-
-def parse_metrics(page: str) -> dict[str, float]:
-    """Name to value, summed over labels; only names that bench knows how to read."""
-    values: dict[str, float] = {}
-    for line in page.splitlines():
-        if line.startswith(_PREFIXES) and "_bucket" not in line:
-            name, _, rest = line.partition("{")
-            if rest:
-                text = rest.rpartition("}")[2]
-            else:
-                name, _, text = line.partition(" ")
-            with contextlib.suppress(ValueError, IndexError):
-                values[name] = values.get(name, 0.0) + float(text.split()[0])
-    return values
+    cores: float | None = None
+    busiest_thread: float | None = None
+    others_cores: float | None = None
+    device_busy: float | None = None
+    device_memory: float | None = None
+    device_names: list[str] = []
+    load_s: float | None = None
 
 
 class ServerWatch:
-    """Use as an async context around the load; ``stats()`` afterwards (None if the server says nothing).
+    """Use as an async context around the load; ``stats()`` afterwards (None if nobody says anything).
 
-    ``pid``: the server's process where it is known, for its CPU.
+    ``pid``: the server's process where it is on this machine, for its CPU and its devices.
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, headers: dict[str, str], pid: int | None
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        headers: dict[str, str],
+        pid: int | None,
+        *,
+        interval_s: float = _INTERVAL_S,
     ) -> None:
         self._session = session
         self._url = url
         self._headers = {k: v for k, v in headers.items() if k == "Authorization"}
         self._pid = pid
+        self._interval_s = interval_s
         self._samples: list[tuple[float, dict[str, float]]] = []
+        self._machine: _Machine | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> ServerWatch:
+        if self._pid is not None:
+            self._machine = _Machine(self._pid)
         await self._sample()
-        self._task = asyncio.create_task(self._keep_sampling()) if self._samples else None
+        if self._samples:
+            self._task = asyncio.create_task(self._keep_sampling())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -95,13 +91,23 @@ class ServerWatch:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             await self._sample()
+        if self._machine is not None:
+            self._machine.end()
 
     async def _keep_sampling(self) -> None:
         while True:
-            await asyncio.sleep(_INTERVAL_S)
+            await asyncio.sleep(self._interval_s)
             await self._sample()
 
     async def _sample(self) -> None:
+        values = await self._page()
+        if self._machine is not None and self._pid is not None:
+            values["process_cpu_seconds_total"] = process_watch.cpu_seconds(self._pid)
+            values |= self._machine.devices.sample()
+        if values:
+            self._samples.append((asyncio.get_running_loop().time(), values))
+
+    async def _page(self) -> dict[str, float]:
         import aiohttp
 
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, UnicodeDecodeError):
@@ -109,20 +115,60 @@ class ServerWatch:
                 asyncio.timeout(5),
                 self._session.get(self._url, headers=self._headers, allow_redirects=False) as response,
             ):
-                page = await response.content.read(_MAX_PAGE_BYTES) if response.status == 200 else b""
-                while response.status == 200 and (more := await response.content.read(_MAX_PAGE_BYTES)):
+                if response.status != 200:
+                    return {}
+                page = b""
+                while more := await response.content.read(_MAX_PAGE_BYTES - len(page)):
                     page += more
-            values = parse_metrics(page.decode())
-            if self._pid is not None:
-                values["process_cpu_seconds_total"] = _cpu_seconds(self._pid)
-            if values:
-                self._samples.append((asyncio.get_running_loop().time(), values))
+            return parse_metrics(page.decode())
+        return {}
 
     def stats(self) -> ServerStats | None:
         """The means, maxima and differences of what was sampled."""
         if len(self._samples) < 2:
             return None
-        return summarise(self._samples)
+        found = summarise(self._samples)
+        if self._machine is not None:
+            self._machine.describe(found)
+        return found
+
+
+class _Machine:
+    """The server's process on this machine, between the beginning of the load and its end."""
+
+    def __init__(self, pid: int) -> None:
+        self.devices = process_watch.Devices(pid)
+        self._names = self.devices.names
+        self._pid = pid
+        self._cores = process_watch.usable_cores(pid)
+        self._begin = self._now()
+
+    def _now(self) -> tuple[float, dict[tuple[int, int], float], float, float]:
+        import os
+        import time
+
+        own = os.times()
+        threads = process_watch.thread_seconds(self._pid)
+        return time.perf_counter(), threads, process_watch.machine_seconds(), own.user + own.system
+
+    def end(self) -> None:
+        self._end = self._now()
+        self.devices.close()
+
+    def describe(self, stats: ServerStats) -> None:
+        (began, threads, machine, own), (ended, threads_after, machine_after, own_after) = (
+            self._begin,
+            self._end,
+        )
+        elapsed = max(ended - began, 1e-9)
+        used = [(after - threads.get(key, 0.0)) / elapsed for key, after in threads_after.items()]
+        if used:
+            stats.busiest_thread = round(max(used), 3)
+            others = (machine_after - machine - (own_after - own)) / elapsed - sum(used)
+            stats.others_cores = round(max(others, 0.0), 3)
+        if self._cores is not None:
+            stats.cores = float(self._cores)
+        stats.device_names = self._names
 
 
 def summarise(samples: list[tuple[float, dict[str, float]]]) -> ServerStats:
@@ -133,10 +179,11 @@ def summarise(samples: list[tuple[float, dict[str, float]]]) -> ServerStats:
     inner = [values for _, values in samples[1:-1]] or [last]
 
     def gauge(key: str) -> list[float]:
-        return [v[name] for v in inner for name in _GAUGES[key] if name in v]
+        name = next((name for name in GAUGES.get(key, (key,)) if name in last), None)
+        return [v[name] for v in inner if name in v] if name is not None else []
 
     def grown(key: str) -> float | None:
-        for name in _COUNTERS[key]:
+        for name in COUNTERS[key]:
             if name in last:
                 return last[name] - first.get(name, 0.0)
         return None
@@ -145,27 +192,24 @@ def summarise(samples: list[tuple[float, dict[str, float]]]) -> ServerStats:
         above, below = grown(part), grown(whole)
         return round(factor * above / below, 4) if above is not None and below else None
 
-    found = ServerStats(preemptions=grown("preemptions"))
-    for key in _GAUGES:
-        if values := gauge(key):
-            setattr(found, f"{key}_mean", round(sum(values) / len(values), 4))
-            setattr(found, f"{key}_max", max(values))
+    def mean(key: str) -> float | None:
+        values = gauge(key)
+        return round(sum(values) / len(values), 4) if values else None
+
+    found = ServerStats(engine=engine_of(last), preemptions=grown("preemptions"))
+    for key in _SAMPLED:
+        setattr(found, f"{key}_mean", mean(key))
+        setattr(found, f"{key}_max", max(gauge(key), default=None))
     found.queue_time_mean_ms = ratio("queue_s", "queued", 1000)
+    found.prefill_time_mean_ms = ratio("prefill_s", "prefilled", 1000)
+    found.prefill_ms_per_token = ratio("prompt_s", "prompt_tokens", 1000)
+    found.frontend_time_mean_ms = ratio("frontend_s", "validated", 1000)
     found.prefix_hit_share = ratio("found", "looked_up")
     found.tokens_per_step = ratio("step_tokens", "steps")
+    found.cores, found.load_s = mean("cores"), mean("load_s")
+    found.device_busy, found.device_memory = mean("device_busy"), mean("device_memory")
     elapsed = max(end - begin, 1e-9)
     busy, cpu = grown("step_s"), grown("cpu_s")
     found.busy = None if busy is None else round(min(busy / elapsed, 1.0), 4)
     found.cpu_cores = None if cpu is None else round(cpu / elapsed, 3)
     return found
-
-
-def _cpu_seconds(pid: int) -> float:
-    total = 0.0
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for one in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                times = one.cpu_times()
-                total += times.user + times.system
-    return total

@@ -71,6 +71,7 @@ class Session:
         *,
         server_pid: int | None = None,
         count_tokens: Callable[[str], int] | None = None,
+        metrics_every_s: float = 1.0,
     ) -> None:
         self.stages: list[StageResult] = []
         self.best_rate: float | None = None
@@ -82,6 +83,7 @@ class Session:
         self._view = view
         self._pid = server_pid
         self._count_tokens = count_tokens
+        self._metrics_every_s = metrics_every_s
         self._load: Load | None = None
 
     def interrupt(self) -> None:
@@ -156,7 +158,13 @@ class Session:
         load = Load(self._http, self._endpoint, self._workload, stage, self._count_tokens)
         self._load = load
         client = ClientWatch()
-        server = ServerWatch(self._http, self._endpoint.metrics_url, self._endpoint.headers, self._pid)
+        server = ServerWatch(
+            self._http,
+            self._endpoint.metrics_url,
+            self._endpoint.headers,
+            self._pid,
+            interval_s=self._metrics_every_s,
+        )
         showing = asyncio.create_task(self._show(load))
         # What is there already is not looked at again: a full collection would stop the clock for 80 ms.
         gc.collect()

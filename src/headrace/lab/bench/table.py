@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.lab.bench.compare import Difference
 from headrace.lab.bench.metrics import Distribution, StageResult
 from headrace.lab.bench.result import Result
 
@@ -20,6 +21,7 @@ COLUMNS = (
     "E2E p50",
     "E2E p99",
 )
+COMPARISON_COLUMNS = ("load", "metric", "before", "after", "change", "interval of the change", "verdict")
 
 
 def rows(result: Result) -> list[list[str]]:
@@ -92,6 +94,8 @@ def server_line(stage: StageResult) -> str:
             parts.append(f"engine busy {server.busy:.0%}")
         if server.cpu_cores is not None:
             parts.append(f"{server.cpu_cores:.2f} cores")
+        if server.device_busy is not None:
+            parts.append(f"GPU busy {server.device_busy:.0%}")
         if server.preemptions:
             parts.append(f"{server.preemptions:.0f} preemptions")
     if stage.cached_share is not None:
@@ -104,6 +108,17 @@ def client_line(stage: StageResult) -> str:
     lag = "" if stage.send_lag is None else f"sent {duration(stage.send_lag.p99)} late (p99), "
     loop = f"event loop {duration(stage.client.loop_lag_p99_ms)} late (p99)"
     return f"{lag}{loop}, {stage.client.cpu:.0%} of one core"
+
+
+def floor_line(result: Result) -> str:
+    """What the client adds; empty if it was not measured."""
+    floor = result.client_floor
+    if floor is None:
+        return ""
+    return (
+        f"client alone, against a no-op server: TTFT {duration(floor.ttft_p50_ms)} "
+        f"(p99 {duration(floor.ttft_p99_ms)}), {floor.tpot_p50_ms * 1000:.0f} µs a token"
+    )
 
 
 def findings(result: Result) -> list[str]:
@@ -122,3 +137,17 @@ def findings(result: Result) -> list[str]:
     if result.interrupted:
         found.append("interrupted: what was measured until then is shown")
     return found
+
+
+def comparison_row(difference: Difference) -> list[str]:
+    """One metric's cells, in the order of ``COMPARISON_COLUMNS``."""
+    d, unit = difference, difference.unit
+    return [
+        d.stage,
+        d.metric,
+        f"{d.before:.4g} {unit}",
+        f"{d.after:.4g} {unit}",
+        "" if d.relative is None else f"{d.relative:+.1%}",
+        f"{d.low:+.3g} … {d.high:+.3g} {unit}{' (paired)' if d.paired else ''}",
+        d.verdict,
+    ]

@@ -88,6 +88,8 @@ def show(result: Result, console: Console) -> None:
         if server := table.server_line(last):
             console.print(f"server at {last.label}: {server}", highlight=False, markup=False)
         console.print(f"client at {last.label}: {table.client_line(last)}", highlight=False, markup=False)
+    if floor := table.floor_line(result):
+        console.print(floor, highlight=False, markup=False)
     for sentence in table.findings(result):
         console.print(sentence, highlight=False, markup=False)
 
@@ -98,20 +100,11 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     from rich.table import Table
 
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("load", "metric", "before", "after", "change", "interval of the change", "verdict"):
+    for name in table.COMPARISON_COLUMNS:
         shown.add_column(name, justify="left" if name in ("load", "metric", "verdict") else "right")
-    for d in comparison.differences:
-        unit = d.unit
-        change = "" if d.relative is None else f"{d.relative:+.1%}"
-        shown.add_row(
-            d.stage,
-            d.metric,
-            f"{d.before:.4g} {unit}",
-            f"{d.after:.4g} {unit}",
-            change,
-            f"{d.low:+.3g} … {d.high:+.3g} {unit}{' (paired)' if d.paired else ''}",
-            f"[{_COLOURS[d.verdict]}]{d.verdict}[/]",
-        )
+    for difference in comparison.differences:
+        *cells, verdict = table.comparison_row(difference)
+        shown.add_row(*cells, f"[{_COLOURS[difference.verdict]}]{verdict}[/]")
     console.print(shown)
     for note in comparison.notes:
         console.print(note, highlight=False, markup=False)

@@ -42,11 +42,11 @@ class Workload(Protocol):
 class Listed:
     """Conversations of one turn from a list, in its order, from the beginning again after its end."""
 
-    fixed_length = False
     turns = 1
 
     def __init__(self, name: str, asked: list[Turn]) -> None:
         self.name = name
+        self.fixed_length = False
         self._asked = asked
         self.hash = workload_hash([[turn.messages, turn.max_tokens] for turn in asked])
 

@@ -14,26 +14,29 @@ Model = TypeVar("Model", bound=BaseModel)
 
 def read_yaml(path: Path, model: type[Model]) -> Model:
     """The file as a ``model``. Raises ConfigError with path, line, field and what is wrong with it."""
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError("Reading YAML needs PyYAML: pip install 'headrace[lab]'.") from None
-    try:
-        text = path.read_text("utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text.") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
+    root, content = parse_yaml(path)
     try:
         return model.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ConfigError(f"{path}:{_line(root, first['loc'])}: {field}: {first['msg']}") from None
+
+
+def parse_yaml(path: Path) -> tuple[Any, Any]:
+    """The file's nodes, which know their lines, and what it says. Raises ConfigError if it is no YAML."""
+    import yaml
+
+    try:
+        text = path.read_text("utf-8")
+        return yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text.") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not YAML: {said}") from None
 
 
 def _line(node: Any, location: tuple[int | str, ...]) -> int:

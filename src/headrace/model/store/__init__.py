@@ -9,6 +9,16 @@ from __future__ import annotations
 
 from headrace.model.store.catalogue import Entry, catalogue
 from headrace.model.store.progress import Progress
-from headrace.model.store.shelf import StoredModel, list_models, pull, remove, resolve
+from headrace.model.store.shelf import StoredModel, configuration, list_models, pull, remove, resolve
 
-__all__ = ["Entry", "Progress", "StoredModel", "catalogue", "list_models", "pull", "remove", "resolve"]
+__all__ = [
+    "Entry",
+    "Progress",
+    "StoredModel",
+    "catalogue",
+    "configuration",
+    "list_models",
+    "pull",
+    "remove",
+    "resolve",
+]

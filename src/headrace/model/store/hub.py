@@ -94,6 +94,19 @@ def pull(reference: HubReference, progress: Progress | None) -> Pulled:
     return Pulled(path, snapshot, str(info.sha), tuple(names))
 
 
+def configuration(reference: HubReference) -> Path | None:
+    """The repository's ``config.json`` alone; None if it has none. Raises as :func:`pull`."""
+    from huggingface_hub import errors, hf_hub_download
+
+    with _translated(reference):
+        try:
+            return Path(hf_hub_download(reference.repo, "config.json", revision=reference.revision))
+        except errors.LocalEntryNotFoundError:  # a kind of EntryNotFoundError, but it means no answer
+            raise
+        except errors.EntryNotFoundError:
+            return None
+
+
 def find_offline(reference: HubReference) -> Path:
     """The model as huggingface_hub's cache has it, whoever put it there; never touches the network.
 

@@ -60,6 +60,24 @@ def pull(reference: str, *, progress: Progress | None = None) -> Path:
     return _stored(parsed) or _pull(parsed, progress)
 
 
+def configuration(reference: str) -> Path | None:
+    """``config.json`` of a hub's repository, fetched without its weights.
+
+    None for references of other kinds, for a GGUF file of a repository, and for a repository without one.
+    Raises ModelNotFoundError or DownloadError.
+    """
+    parsed = parse(reference)
+    if not isinstance(parsed, HubReference) or parsed.file is not None:
+        return None
+    stored = _stored(parsed)
+    if stored is None and not offline():
+        from headrace.model.store import hub
+
+        return hub.configuration(parsed)
+    path = (stored or _pull(parsed, None)) / "config.json"  # offline, nothing is pulled but found
+    return path if path.is_file() else None
+
+
 def list_models() -> list[StoredModel]:
     """Every pulled model, by reference."""
     found = []
