@@ -17,7 +17,7 @@ from environments import Unavailable
 from mixed import mixed_load
 from models import LargeModels, Models, start
 from results import Measured, Report, Round, Row, measured, value_of
-from shares import costs_of, least_seconds, share
+from shares import Costs, costs_of, least_seconds, share
 from workloads import COLD_START, MIXED, Workload, prompts
 
 from headrace.backend.cpu.limits import Limits
@@ -102,37 +102,41 @@ class Session:
         costs = costs_of(architecture)
         for workload in workloads:
             self._report.titles[workload.key] = workload.title
-            taking = [v for v in self._variants if self._takes(v, workload)]
+            taking = [variant for variant in self._variants if self._takes(variant, workload)]
             rounds: dict[str, list[Round]] = {variant.name: [] for variant in taking}
             failed: set[str] = set()
             for number in range(self._options.rounds):
                 for variant in taking:
                     done = rounds[variant.name]
-                    spent = sum(one.seconds + (one.primed_s or 0.0) for one in done)
-                    if variant.name in failed or (self._options.budget_s and spent > self._options.budget_s):
+                    if variant.name in failed or self._spent(done):
                         continue
                     child = self._child(variant, models)
                     if child is None:
                         continue
                     try:
                         done.append(self._round(child, workload, architecture.vocab_size, number))
+                        self._note(variant, workload, done, costs)
                     except ChildError as error:
                         failed.add(variant.name)
                         self.problem(variant, f"{workload.key}: {error}")
                     finally:
                         child.pause()
-                    self._tell(variant, workload, done)
-                for variant in taking:
-                    if done := rounds[variant.name]:
-                        found = measured(workload, done)
-                        found.weights_bytes = self._weights[variant.name]
-                        least = least_seconds(
-                            workload, costs, found.weights_bytes, variant.form.multiplies, self._limits
-                        )
-                        shares = [share(workload, one.seconds, one.first_s, least) for one in done]
-                        found.share = value_of(shares).median
-                        self._rows[variant.name].workloads[workload.key] = found
-                self._save()
+
+    def _spent(self, done: list[Round]) -> bool:
+        """Whether these runs have taken long enough."""
+        budget_s = self._options.budget_s
+        return budget_s > 0 and sum(one.seconds + (one.primed_s or 0.0) for one in done) > budget_s
+
+    def _note(self, variant: Variant, workload: Workload, done: list[Round], costs: Costs) -> None:
+        """Put what is known after another run into the report."""
+        found = measured(workload, done)
+        found.weights_bytes = self._weights[variant.name]
+        least = least_seconds(workload, costs, found.weights_bytes, variant.form.multiplies, self._limits)
+        shares = [share(workload, one.seconds, one.first_s, least) for one in done]
+        found.share = value_of(shares).median
+        self._rows[variant.name].workloads[workload.key] = found
+        print(f"{workload.key:4} {variant.name:22} {done[-1].seconds:8.2f} s", file=sys.stderr, flush=True)
+        self._save()
 
     def _takes(self, variant: Variant, workload: Workload) -> bool:
         if workload.large:
@@ -140,12 +144,6 @@ class Session:
         if not variant.form.small:
             return False
         return self._options.complete or workload.all_forms or variant.form.leader
-
-    def _tell(self, variant: Variant, workload: Workload, done: list[Round]) -> None:
-        if done:
-            print(
-                f"{workload.key:4} {variant.name:22} {done[-1].seconds:8.2f} s", file=sys.stderr, flush=True
-            )
 
     def _round(self, child: Child, workload: Workload, vocab_size: int, number: int) -> Round:
         first = self._generate(child, prompts(workload, vocab_size, number), workload.output)
@@ -265,7 +263,7 @@ class Session:
                 if variant.name in self._out or not variant.form.small:
                     continue
                 done = taken.setdefault(variant.name, [])
-                if self._options.budget_s and sum(one for one, _ in done) > self._options.budget_s:
+                if self._spent([Round(seconds=seconds) for seconds, _ in done]):
                     continue
                 try:
                     done.append(self._cold_start(variant, models))
@@ -273,16 +271,14 @@ class Session:
                     self._out.add(variant.name)
                     self.problem(variant, f"{COLD_START}: {error}")
                     continue
-                print(f"D    {variant.name:22} {done[-1][0]:8.2f} s", file=sys.stderr, flush=True)
-        for name, done in taken.items():
-            if done:
                 values = {
                     "first token, s": value_of([seconds for seconds, _ in done]),
                     "peak memory, MB": value_of([size / 1e6 for _, size in done]),
                 }
                 rounds = [Round(seconds=seconds) for seconds, _ in done]
-                self._rows[name].workloads[COLD_START] = Measured(rounds=rounds, values=values)
-        self._save()
+                self._rows[variant.name].workloads[COLD_START] = Measured(rounds=rounds, values=values)
+                print(f"D    {variant.name:22} {done[-1][0]:8.2f} s", file=sys.stderr, flush=True)
+                self._save()
 
     def _cold_start(self, variant: Variant, models: Models) -> tuple[float, int]:
         path = models.of(variant)
