@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find src native -type f ! -name '*.pyc') CMakeLists.txt pyproject.toml README.md LICENSE
 NATIVE := $(wildcard native/*.cpp native/*.h)
 
-.PHONY: help install serve journey test check format sanitize wheel clean
+.PHONY: help install serve journey test check format sanitize bench-peers wheel clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -26,6 +26,9 @@ help:
 	@echo 'make check     formatting, lint and types only'
 	@echo 'make format    rewrite the sources in the agreed formatting'
 	@echo 'make sanitize  the native tests under AddressSanitizer with UBSan, then ThreadSanitizer (gcc)'
+	@echo 'make bench-peers'
+	@echo '               other engines beside ours on this machine, into bench-peers/ (installs them; quiet machine, please;'
+	@echo '               ARGS="--quick" sees whether it runs, ARGS="--help" lists the options)'
 	@echo 'make wheel     build one wheel into dist/'
 	@echo 'make clean     remove everything that was built, $(VENV) included'
 
@@ -102,6 +105,14 @@ sanitize: $(STAMPS)/dev
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=exitcode=66 \
 	    $(BIN)/python -m pytest -q $$tests; \
 	done
+
+# The load generator and the picture need the lab extra; the other engines get environments of their own.
+$(STAMPS)/lab: $(STAMPS)/install
+	$(PIP) install -q --no-build-isolation '.[lab]'
+	@touch $@
+
+bench-peers: $(STAMPS)/lab
+	$(BIN)/python benchmarks/peers $(ARGS)
 
 wheel: $(STAMPS)/build-tools
 	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .
