@@ -32,8 +32,8 @@ TRICKY = [
     "a" * 300,
     "",
 ]
-# Characters that Python's Unicode knows, too: of newer ones every library has its own opinion.
-letters = st.characters(exclude_categories=("Cs", "Cn"))
+# SmolLM2 lacks tokens for bytes of characters that nobody has assigned; what is lost is merged differently.
+letters = st.characters(exclude_categories=("Cs", "Cn", "Co"))
 texts = st.text(letters, max_size=60) | st.lists(st.sampled_from(TRICKY), max_size=3).map(" ".join)
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
