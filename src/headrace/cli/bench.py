@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from headrace.cli import options
 from headrace.engine.config import DEFAULT_MODEL
 from headrace.errors import ConfigError, HeadraceError
 
@@ -37,9 +38,7 @@ def bench(
         str | None,
         typer.Option(help="Open loop instead: requests a second, one stage each.", metavar="R,R,…"),
     ] = None,
-    arrivals: Annotated[
-        Literal["poisson", "uniform", "burst"], typer.Option(help="How open-loop requests arrive.")
-    ] = "poisson",
+    arrivals: options.Arrivals = "poisson",
     find_rate: Annotated[
         bool, typer.Option("--find-rate", help="Search the highest rate that meets --slo.")
     ] = False,
@@ -51,21 +50,13 @@ def bench(
     requests: Annotated[
         int | None, typer.Option(min=1, help="End a stage after so many requests, not by time.")
     ] = None,
-    warmup: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="Load before the window.")] = 2.0,
-    prompt_tokens: Annotated[
-        str, typer.Option(help="128, uniform:64-256 or lognormal:200,0.6.", metavar="LENGTHS")
-    ] = "128",
-    output_tokens: Annotated[str, typer.Option(help="Likewise.", metavar="LENGTHS")] = "64",
-    shared_prefix: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of each prompt that all have in common.")
-    ] = 0.0,
-    turns: Annotated[int, typer.Option(min=1, max=64, help="Turns of a conversation.")] = 1,
-    prompts: Annotated[
-        Path | None, typer.Option(help="Your own requests: JSON Lines with prompt or messages.")
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="gsm8k, hellaswag, truthfulqa or humaneval, out of published packages.")
-    ] = None,
+    warmup: options.Warmup = 2.0,
+    prompt_tokens: options.PromptTokens = "128",
+    output_tokens: options.OutputTokens = "64",
+    shared_prefix: options.SharedPrefix = 0.0,
+    turns: options.Turns = 1,
+    prompts: options.Prompts = None,
+    dataset: options.Dataset = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Full-length answers to --prompts and --dataset too.")
     ] = False,
@@ -74,23 +65,17 @@ def bench(
         float, typer.Option(min=0.01, max=1.0, help="Share of requests that must meet them in --find-rate.")
     ] = 0.9,
     early_stop: Annotated[bool, typer.Option(help="End the sweep once more load brings no more.")] = True,
-    model: Annotated[str | None, typer.Option(help="Model at the endpoint; default: its first.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key of the endpoint.", show_envvar=True)
-    ] = None,
-    route: Annotated[
-        Literal["chat", "completions"] | None, typer.Option(help="Default: chat, else completions.")
-    ] = None,
+    model: options.EndpointModel = None,
+    api_key: options.EndpointKey = None,
+    route: options.EndpointRoute = None,
     temperature: Annotated[
         float, typer.Option(min=-1.0, max=2.0, help="Of sampling; -1 leaves it to the server.")
     ] = 0.0,
-    timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For a whole request.")] = 120.0,
+    timeout: options.RequestTimeout = 120.0,
     tokenizer: Annotated[
         str | None, typer.Option(help="Model whose tokenizer counts answers without usage.", metavar="REF")
     ] = None,
-    serve: Annotated[
-        str, typer.Option(help='Options for headrace serve with a MODEL, such as "--threads 1".')
-    ] = "",
+    serve: options.ServeOptions = "",
     seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals.")] = 0,
     output: Annotated[
         Path | None, typer.Option(help="Result file (.json); report and picture go beside it.")
@@ -257,20 +242,20 @@ def _profile(target: str, serve: str, output: Path | None) -> None:
 
     if looks_like_url(target):
         raise ConfigError("--profile runs a MODEL in this process; it can't look into an endpoint")
-    options = _profile_options(serve)
-    found = profile_model(store.resolve(pulled(target)), name=target, **options)
+    settings = _profile_settings(serve)
+    found = profile_model(store.resolve(pulled(target)), name=target, **settings)
     show_profile(found, Console(width=None if sys.stdout.isatty() else 120))
     if output is not None:
         output.write_text(json.dumps(found.as_json(), indent=1))
     raise typer.Exit
 
 
-def _profile_options(serve: str) -> dict[str, Any]:
+def _profile_settings(serve: str) -> dict[str, Any]:
     """What of ``--serve`` counts for a profile. Raises ConfigError for anything else."""
     words = shlex.split(serve.replace("=", " "))
-    options = dict(zip(words[::2], words[1::2], strict=False))
-    threads, quantization = options.pop("--threads", "0"), options.pop("--quantization", None)
-    if options or len(words) % 2 or not threads.isdecimal() or quantization not in (None, "int8", "int4"):
+    given = dict(zip(words[::2], words[1::2], strict=False))
+    threads, quantization = given.pop("--threads", "0"), given.pop("--quantization", None)
+    if given or len(words) % 2 or not threads.isdecimal() or quantization not in (None, "int8", "int4"):
         raise ConfigError(
             f"--serve {serve!r}: a profile takes --threads N and --quantization int8 or int4, nothing else"
         )

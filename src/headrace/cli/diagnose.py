@@ -7,11 +7,11 @@ import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli import bench
+from headrace.cli import bench, options
 from headrace.engine.config import DEFAULT_MODEL
 from headrace.errors import ConfigError
 
@@ -53,17 +53,11 @@ def diagnose(
             metavar="REF", help="Model whose tokenizer counts --prompts, and answers without usage."
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model at the endpoint; default: its first.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key of the endpoint.", show_envvar=True)
-    ] = None,
-    route: Annotated[
-        Literal["chat", "completions"] | None, typer.Option(help="Default: chat, else completions.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For a whole request.")] = 60.0,
-    serve: Annotated[
-        str, typer.Option(help='Options for headrace serve with a MODEL, such as "--threads 1".')
-    ] = "",
+    model: options.EndpointModel = None,
+    api_key: options.EndpointKey = None,
+    route: options.EndpointRoute = None,
+    timeout: options.RequestTimeout = 60.0,
+    serve: options.ServeOptions = "",
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a report.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the JSON to a file as well.")] = None,

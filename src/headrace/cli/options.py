@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -43,6 +44,35 @@ Backend = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Device of the torch backend, such as cuda.")]
 DEFAULT_KV_CACHE = "512MiB"
+
+# Of the commands that load an endpoint.
+Arrivals = Annotated[
+    Literal["poisson", "uniform", "burst"], typer.Option(help="How open-loop requests arrive.")
+]
+Warmup = Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="Load before the window.")]
+PromptTokens = Annotated[
+    str, typer.Option(help="128, uniform:64-256 or lognormal:200,0.6.", metavar="LENGTHS")
+]
+OutputTokens = Annotated[str, typer.Option(help="Likewise.", metavar="LENGTHS")]
+SharedPrefix = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Share of each prompt that all have in common.")
+]
+Turns = Annotated[int, typer.Option(min=1, max=64, help="Turns of a conversation.")]
+Prompts = Annotated[Path | None, typer.Option(help="Your own requests: JSON Lines with prompt or messages.")]
+Dataset = Annotated[
+    str | None, typer.Option(help="gsm8k, hellaswag, truthfulqa or humaneval, out of published packages.")
+]
+EndpointModel = Annotated[str | None, typer.Option(help="Model at the endpoint; default: its first.")]
+EndpointKey = Annotated[
+    str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key of the endpoint.", show_envvar=True)
+]
+EndpointRoute = Annotated[
+    Literal["chat", "completions"] | None, typer.Option(help="Default: chat, else completions.")
+]
+RequestTimeout = Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For a whole request.")]
+ServeOptions = Annotated[
+    str, typer.Option("--serve", help='Options for headrace serve with a MODEL, such as "--threads 1".')
+]
 
 # The family of errors that misuse raises. Of it typer exports one member only, and which click they are of
 # (its own copy, or the package) depends on its version.

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,25 +40,15 @@ def tune(
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="Open loop instead: requests a second.")
     ] = None,
-    arrivals: Annotated[
-        Literal["poisson", "uniform", "burst"], typer.Option(help="How open-loop requests arrive.")
-    ] = "poisson",
+    arrivals: options.Arrivals = "poisson",
     duration: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="Window of a trial.")] = 9.0,
-    warmup: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="Load before the window.")] = 2.0,
-    prompt_tokens: Annotated[
-        str, typer.Option(help="128, uniform:64-256 or lognormal:200,0.6.", metavar="LENGTHS")
-    ] = "128",
-    output_tokens: Annotated[str, typer.Option(help="Likewise.", metavar="LENGTHS")] = "64",
-    shared_prefix: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of each prompt that all have in common.")
-    ] = 0.0,
-    turns: Annotated[int, typer.Option(min=1, max=64, help="Turns of a conversation.")] = 1,
-    prompts: Annotated[
-        Path | None, typer.Option(help="Your own requests: JSON Lines with prompt or messages.")
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="gsm8k, hellaswag, truthfulqa or humaneval, from installed packages.")
-    ] = None,
+    warmup: options.Warmup = 2.0,
+    prompt_tokens: options.PromptTokens = "128",
+    output_tokens: options.OutputTokens = "64",
+    shared_prefix: options.SharedPrefix = 0.0,
+    turns: options.Turns = 1,
+    prompts: options.Prompts = None,
+    dataset: options.Dataset = None,
     gate: Annotated[
         Path | None,
         typer.Option(
