@@ -50,13 +50,12 @@ def tune(
     prompts: options.Prompts = None,
     dataset: options.Dataset = None,
     gate: Annotated[
-        Path | None,
+        str,
         typer.Option(
-            metavar="FILE",
-            help="YAML of limits, as of eval, for choices that change answers. "
-            "Default: kl_mean 0.05, same_top1 0.95.",
+            metavar="FILE|default",
+            help="Limits, as of eval, for choices that change answers.",
         ),
-    ] = None,
+    ] = "default",
     gate_text: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="Text that the gate reads, instead of plays by Shakespeare."),
@@ -140,7 +139,7 @@ def _search(
     *,
     fixed: dict[str, Any],
     only: list[str] | None,
-    gate: Path | None,
+    gate: str,
     texts: list[str] | None,
     tokens: int,
     folder: Path,
@@ -152,9 +151,9 @@ def _search(
 
     from headrace.cli.progress import download_progress
     from headrace.lab.evaluate.evaluation import Settings
-    from headrace.lab.evaluate.gate import read_gate
+    from headrace.lab.evaluate.gate import named_gate
     from headrace.lab.evaluate.texts import SHAKESPEARE
-    from headrace.lab.tune.accuracy import DEFAULT_GATE, AccuracyGate
+    from headrace.lab.tune.accuracy import AccuracyGate
     from headrace.lab.tune.folder import Folder
     from headrace.lab.tune.run import Tuning
     from headrace.lab.tune.subject import about, subject
@@ -163,7 +162,7 @@ def _search(
 
     known = {name: option.default for name, option in options_of(serve).items() if name not in fixed}
     dimensions = space(subject(setup.model, known, setup.plan), only)
-    limits = DEFAULT_GATE if gate is None else read_gate(gate)
+    limits = named_gate(gate)
     evaluated = Settings(
         model=setup.model,
         texts=tuple(texts or (SHAKESPEARE,)),

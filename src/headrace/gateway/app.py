@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,7 +15,6 @@ from starlette.types import Message, Receive, Scope, Send
 from headrace.errors import (
     HeadraceError,
     InvalidRequestError,
-    LimitError,
     ModelNotFoundError,
     OverloadedError,
 )
@@ -28,7 +26,7 @@ from headrace.gateway.gateway import Gateway
 from headrace.gateway.parse import may_use
 from headrace.gateway.quotas import NANO, Remaining
 from headrace.observe.metrics import CONTENT_TYPE
-from headrace.web.errors import error_body
+from headrace.web.errors import error_response
 from headrace.web.http import ClientGone, EventStream, read_body, while_connected
 from headrace.web.ids import request_id
 
@@ -196,18 +194,6 @@ class GatewayApp:
     async def _json(self, body: dict[str, Any], request: Request, send: Send, status: int = 200) -> None:
         response = Response(orjson.dumps(body), status, media_type="application/json")
         await response(request.scope, request.receive, send)
-
-
-def error_response(error: HeadraceError) -> Response:
-    """``error`` in OpenAI's shape, with ``retry-after`` where trying again makes sense."""
-    headers = {}
-    if isinstance(error, LimitError):
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    elif error.status == 503:
-        headers["retry-after"] = "1"
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(error_body(error), error.status, headers, "application/json")
 
 
 def _headers(context: RequestContext) -> dict[str, str]:

@@ -13,10 +13,11 @@ from headrace.errors import HeadraceError, InvalidRequestError
 from headrace.observe.metrics import CONTENT_TYPE
 from headrace.server import documentation
 from headrace.server.embeddings import EmbeddingRoutes
-from headrace.server.middleware import Outermost, error_response
+from headrace.server.middleware import Outermost
 from headrace.server.responses import Health, ModelCard, ModelList, encode
 from headrace.server.routes import GenerationRoutes
 from headrace.server.state import ServerSettings, ServerState
+from headrace.web.errors import error_response
 
 if TYPE_CHECKING:
     from headrace.frontend.frontend import Frontend
@@ -66,11 +67,11 @@ def build_app(state: ServerState) -> FastAPI:
 
     async def on_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, HeadraceError)
-        return error_response(error, state)
+        return error_response(error)
 
     async def on_http_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = error_response(_as_error(http, error), state)
+        response = error_response(_as_error(http, error))
         response.headers.update(error.headers or {})
         return response
 

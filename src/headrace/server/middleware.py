@@ -7,29 +7,16 @@ import time
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.errors import AuthenticationError, HeadraceError
 from headrace.server.state import ServerState
 from headrace.web import ids
-from headrace.web.errors import error_body
+from headrace.web.errors import error_response
 from headrace.web.http import ClientGone
 
 _QUIET = ("/health", "/health/readiness", "/metrics")
 CLIENT_GONE_STATUS = 499
-
-
-def error_response(error: HeadraceError, state: ServerState) -> Response:
-    """``error`` in OpenAI's shape, with ``retry-after`` where trying again makes sense."""
-    headers = {}
-    if error.status in (429, 503):
-        headers["retry-after"] = str(state.settings.retry_after_s)
-    if error.code == "deadline_exceeded":
-        headers["x-should-retry"] = "false"  # OpenAI's clients would try again with the same timeout
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(error_body(error), error.status, headers, "application/json")
 
 
 class Outermost:
@@ -75,7 +62,7 @@ class Outermost:
                 self._state.log.error("unexpected error", request_id=request_id, exc_info=error)
                 error = HeadraceError(f"something went wrong in the server; it is logged as {request_id}")
             if status == CLIENT_GONE_STATUS:
-                await error_response(error, self._state)(scope, receive, send_with_headers)
+                await error_response(error)(scope, receive, send_with_headers)
         finally:
             self._log(scope, request_id, status, time.perf_counter() - began, line)
 

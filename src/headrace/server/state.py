@@ -31,7 +31,6 @@ class ServerSettings:
     max_inputs: int = 2048  # inputs of one embeddings request, as with OpenAI
     read_timeout_s: float = 60.0  # for a request's headers, and for its whole body
     write_timeout_s: float = 60.0  # a client that reads nothing for so long is given up
-    retry_after_s: int = 1
     tool_call_parser: str | None = None  # a name in FORMATS of headrace.frontend.tools; None: by the template
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
+import math
 
-from headrace.errors import HeadraceError
+import msgspec
+from starlette.responses import Response
+
+from headrace.errors import HeadraceError, LimitError
 
 _encode = msgspec.json.Encoder().encode
 
@@ -27,6 +30,20 @@ class ErrorBody(msgspec.Struct):
 def error_body(error: HeadraceError) -> bytes:
     """``error`` as OpenAI's JSON body."""
     return _encode(ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code)))
+
+
+def error_response(error: HeadraceError) -> Response:
+    """``error`` as an answer, with ``retry-after`` in seconds where trying again makes sense."""
+    headers = {}
+    if isinstance(error, LimitError):
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    elif error.status in (429, 503):
+        headers["retry-after"] = "1"
+    if error.code == "deadline_exceeded":
+        headers["x-should-retry"] = "false"  # OpenAI's clients would try again with the same timeout
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_body(error), error.status, headers, "application/json")
 
 
 def error_event(error: HeadraceError) -> bytes:

@@ -15,8 +15,6 @@ from headrace.lab.evaluate.gate import Gate
 from headrace.lab.tune.switches import Choice, Dimension
 from headrace.model.store import Progress
 
-DEFAULT_GATE = Gate(kl_mean=0.05, same_top1=0.95)
-
 
 class Judged(msgspec.Struct, kw_only=True, frozen=True):
     """What the gate found of a choice; ``failures`` are the limits that it broke, none if it passed."""
