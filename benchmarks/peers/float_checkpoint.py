@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError
 from headrace.frontend.tokenizer_cache import convert_file
 from headrace.model.architecture import Architecture
 from headrace.model.checkpoint import as_float32
@@ -49,7 +49,10 @@ _NAMES = {
 
 
 def write_dequantised(source: Path, target: Path, dtype: Dtype) -> None:
-    """A Transformers folder with the weights of ``source`` (any checkpoint of the Llama family) as floats."""
+    """A Transformers folder with the weights of ``source`` (a checkpoint of the Llama family) as floats.
+
+    Raises ConfigError for other families, before anything is written.
+    """
     checkpoint = open_checkpoint(source)
     config = _config_of(checkpoint.architecture)
     tensors = ((_transformers_name(name), as_float32(checkpoint.tensor(name))) for name in checkpoint.names())
@@ -98,27 +101,39 @@ def _transformers_name(name: str) -> str:
         return "lm_head.weight"
     _, layer, rest = name.split(".", 2)
     stem, _, kind = rest.rpartition(".")
-    if stem not in _NAMES:
-        raise HeadraceError(f"{name}: only models of the Llama family are written for other engines")
     return f"model.layers.{layer}.{_NAMES[stem]}.{kind}"
 
 
 def _config_of(architecture: Architecture) -> dict[str, Any]:
-    spec = architecture.layers[0]
-    attention = spec.attention
-    if attention.rope is None:
-        raise HeadraceError("only models of the Llama family are written for other engines")
+    layer = architecture.layers[0]
+    attention, rope = layer.attention, layer.attention.rope
+    plain = (
+        architecture.family == "llama"
+        and architecture.encoder is None
+        and rope is not None
+        and rope.scaling == "none"
+        and not rope.factors
+        and attention.window is None
+        and not attention.qkv_bias
+        and not attention.out_bias
+    )
+    if not plain or rope is None:
+        raise ConfigError(
+            f"only plain Llama models are written as Transformers folders, and this is "
+            f"{architecture.family!r}; give a folder of config.json and safetensors"
+        )
     return {
         "hidden_size": architecture.hidden_size,
-        "intermediate_size": spec.feed_forward.width,
+        "intermediate_size": layer.feed_forward.width,
         "num_hidden_layers": len(architecture.layers),
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
+        "hidden_act": layer.feed_forward.activation,
         "vocab_size": architecture.vocab_size,
         "max_position_embeddings": architecture.max_positions,
         "rms_norm_eps": architecture.final_norm.eps,
-        "rope_theta": attention.rope.base,
+        "rope_theta": rope.base,
         "tie_word_embeddings": architecture.tied_head,
     }
 
