@@ -6,6 +6,7 @@ import concurrent.futures
 import signal
 import sqlite3
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -210,6 +211,19 @@ def test_processes_at_the_same_time_share_one_limit(tmp_path: Path) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert sum(pool.map(reserve, range(6))) == 7
+
+
+def test_many_open_a_new_file_at_once(tmp_path: Path) -> None:
+    """The change to a write-ahead log once failed where another was opening: SQLite does not wait there."""
+    for turn in range(10):
+        together = threading.Barrier(8)
+
+        def opened(folder: Path, together: threading.Barrier = together) -> None:
+            together.wait()
+            Store(folder).close()
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(opened, [tmp_path / str(turn)] * 8))
 
 
 def test_the_ledger_cannot_be_rewritten(tmp_path: Path) -> None:

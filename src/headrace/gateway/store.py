@@ -13,9 +13,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import filelock
+
 from headrace.errors import ConfigError
 
 SYNC_S = 0.1
+_OPEN_S = 30.0  # the longest wait for others that open the same file
 _WAL_BYTES = 4 * 2**20  # a longer log is copied into the file
 _MIGRATIONS = (
     (
@@ -62,8 +65,10 @@ class Store:
         self.path = folder / "gateway.sqlite"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.db = _connect(self.path)
-            _migrate(self.db, self.path)
+            # SQLite waits for no one while it turns a new file to its write-ahead log: one opens at a time.
+            with filelock.FileLock(f"{self.path}.lock", timeout=_OPEN_S, mode=0o600):
+                self.db = _connect(self.path)
+                _migrate(self.db, self.path)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"the gateway's state in {folder} cannot be used: {error}") from None
         self.path.chmod(0o600)
