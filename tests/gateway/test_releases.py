@@ -321,7 +321,10 @@ def test_the_commands_say_what_is_wrong(upstreams: Upstreams, tmp_path: Path) ->
     ("change", "said"),
     [
         ({"versions": {}}, "releases.a.versions"),
-        ({"versions": {"v": {"model": "none"}}}, "a: v is the model none, which no upstream has"),
+        (
+            {"versions": {"v": {"model": "none"}}},
+            "gateway.yaml:1: releases.a.versions.v: Value error, v is the model none, which",
+        ),
         ({"versions": {"v": {"model": "old", "upstreams": ["two"]}}}, "served by two, which has no old"),
         ({"versions": {"v": {"model": "old", "upstreams": ["x"]}}}, "served by x, which is no upstream"),
         ({"stable": "w"}, "w is none of the versions v"),

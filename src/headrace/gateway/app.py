@@ -203,7 +203,7 @@ class GatewayApp:
         status = 200
         if path == "/health/readiness":
             upstreams = self._gateway.upstreams.values()
-            if not any(upstream.health.share() > 0 for upstream in upstreams):
+            if not any(upstream.health.share() > 0 and not upstream.drained for upstream in upstreams):
                 phase = "no upstream"
             status = 200 if phase == "ok" else 503
         await self._json({"status": phase}, request, send, status)
@@ -239,6 +239,7 @@ def _line(context: RequestContext) -> dict[str, Any]:
     usage = context.usage
     return {
         "tenant": context.tenant,
+        "app": context.app,
         "model": context.model,
         "release": context.release,
         "version": context.version,

@@ -35,8 +35,7 @@ class AnswerCache:
 
     def __init__(self, folder: Path, settings: CacheSettings) -> None:
         """Raises ConfigError if the file cannot be used."""
-        self.settings = settings
-        self._limit = settings.max_mib * 2**20
+        self.configure(settings)
         self._flights: dict[bytes, asyncio.Future[bool]] = {}
         path = folder / "cache.sqlite"
         try:
@@ -52,6 +51,20 @@ class AnswerCache:
             path.chmod(0o600)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"the cache {path} cannot be used ({error}); it may be deleted") from None
+
+    def configure(self, settings: CacheSettings) -> None:
+        """Go by these settings from now on."""
+        self.settings = settings
+        self._limit = settings.max_mib * 2**20
+
+    def clear(self) -> int:
+        """Forget all answers; how many there were. Raises ConfigError if the file cannot be written."""
+        try:
+            count = self._db.execute("DELETE FROM answers").rowcount
+        except sqlite3.Error as error:
+            raise ConfigError(f"the cache cannot be cleared: {error}") from None
+        self._bytes = 0
+        return count
 
     def get(self, fingerprint: bytes) -> bytes | None:
         """The answer, unless it is too old, or cannot be read."""

@@ -13,9 +13,17 @@ from pydantic import Field, field_validator, model_validator
 from headrace.errors import ConfigError
 from headrace.gateway.fields import Count, Name, Positive, Strict, Variable
 from headrace.gateway.releases.settings import Release, Version
-from headrace.yaml_file import read_yaml
+from headrace.yaml_file import FieldError, read_yaml
 
 _OURS = re.compile(r"[\x21-\x7e]+")  # what may stand in a header
+
+
+def secret(variable: str, what: str) -> str:
+    """What the environment holds. Raises ConfigError if that is nothing, or fits no header."""
+    value = os.environ.get(variable, "")
+    if not _OURS.fullmatch(value):
+        raise ConfigError(f"{variable} must be set to {what}")
+    return value
 
 
 class Price(Strict):
@@ -76,13 +84,8 @@ class UpstreamConfig(Strict):
         return self
 
     def secret(self, variable: str | None) -> str | None:
-        """What the environment holds. Raises ConfigError if that is nothing, or fits no header."""
-        if variable is None:
-            return None
-        value = os.environ.get(variable, "")
-        if not _OURS.fullmatch(value):
-            raise ConfigError(f"{variable} must be set to the secret of {self.url}")
-        return value
+        """What the environment holds for this endpoint. Raises ConfigError as :func:`secret` does."""
+        return None if variable is None else secret(variable, f"the secret of {self.url}")
 
 
 class Limits(Strict):
@@ -105,11 +108,26 @@ class Limits(Strict):
         return self.budget_usd is not None or any(limit is not None for limit in counting)
 
 
+class App(Strict):
+    """Keys of a tenant that belong together. ``key_limits``, if given, take the place of the tenant's."""
+
+    limits: Limits = Limits()
+    key_limits: Limits | None = None
+
+
 class Tenant(Strict):
-    """``limits`` hold for all of its keys together, ``key_limits`` for each of them."""
+    """``limits`` hold for all of its keys together, ``key_limits`` for each of them, ``model_limits`` for
+    what it uses of a model. ``weight``: its share of what is served where tenants wait for each other.
+    ``most_urgent``: the lowest priority that its requests may ask for. ``max_waiting``: most that wait.
+    """
 
     limits: Limits = Limits()
     key_limits: Limits = Limits()
+    model_limits: dict[Name, Limits] = Field(default_factory=dict)
+    apps: dict[Name, App] = Field(default_factory=dict)
+    weight: Annotated[float, Field(ge=0.001, le=1_000_000)] = 1.0
+    most_urgent: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    max_waiting: Annotated[int, Field(ge=0)] | None = None
 
 
 class Health(Strict):
@@ -139,6 +157,14 @@ class Admission(Strict):
     max_wait_s: Positive = 10.0
 
 
+class Admin(Strict):
+    """The admin API's own address, and the variable with the key that it asks for."""
+
+    key_env: Variable
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8081
+
+
 class CacheSettings(Strict):
     """The exact cache. ``sampled``: keep answers of requests with a temperature above 0 as well."""
 
@@ -155,6 +181,8 @@ class GatewayConfig(Strict):
     aliases: dict[Name, Name] = Field(default_factory=dict)
     releases: dict[Name, Release] = Field(default_factory=dict)
     tenants: dict[Name, Tenant] = Field(default_factory=dict)
+    model_limits: dict[Name, Limits] = Field(default_factory=dict)
+    admin: Admin | None = None
     authentication: Literal["keys", "none"] = "keys"
     state: Path = Path("gateway-state")
     host: str = "127.0.0.1"
@@ -174,30 +202,47 @@ class GatewayConfig(Strict):
         known = self.models
         for name, release in self.releases.items():
             if name in known:
-                raise ValueError(f"releases: {name} is the name of a model already")
+                raise FieldError(f"{name} is the name of a model already", "releases", name)
             for version, settings in release.versions.items():
-                self._served(f"releases: {name}: {version}", settings)
+                self._served(settings, "releases", name, "versions", version)
         known |= self.releases.keys()
         for alias, target in self.aliases.items():
             if alias in known:
-                raise ValueError(f"aliases: {alias} is the name of a model or release already")
+                raise FieldError(f"{alias} is the name of a model or release already", "aliases", alias)
             if target not in known:
-                raise ValueError(f"aliases: {alias} stands for {target}, which no upstream has")
+                raise FieldError(f"{alias} stands for {target}, which no upstream has", "aliases", alias)
+        self._check_model_limits(self.model_limits)
         for name, tenant in self.tenants.items():
-            for limits in (tenant.limits, tenant.key_limits):
-                for model in (limits.models or frozenset()) - known - self.aliases.keys():
-                    raise ValueError(f"tenants: {name} may use {model}, which no upstream has")
+            at = "tenants", name
+            self._check_model_limits(tenant.model_limits, *at)
+            self._check_models(name, tenant.limits, *at, "limits")
+            self._check_models(name, tenant.key_limits, *at, "key_limits")
+            for name_of_app, app in tenant.apps.items():
+                where = *at, "apps", name_of_app
+                self._check_models(name_of_app, app.limits, *where, "limits")
+                self._check_models(name_of_app, app.key_limits or Limits(), *where, "key_limits")
         return self
 
-    def _served(self, where: str, version: Version) -> None:
-        names = self.upstreams.keys() if version.upstreams is None else version.upstreams
-        for name in sorted(names):
+    def _check_models(self, who: str, limits: Limits, *at: str) -> None:
+        known = self.models | self.aliases.keys() | self.releases.keys()
+        for model in sorted((limits.models or frozenset()) - known):
+            raise FieldError(f"{who} may use {model}, which no upstream has", *at, "models")
+
+    def _check_model_limits(self, models: dict[str, Limits], *at: str) -> None:
+        for model, limits in models.items():
+            if model not in self.models:
+                raise FieldError(f"{model} is no model of an upstream's", *at, "model_limits", model)
+            if limits.models is not None:
+                raise FieldError("a model has no models", *at, "model_limits", model, "models")
+
+    def _served(self, version: Version, *at: str) -> None:
+        for name in sorted(version.upstreams or ()):
             if name not in self.upstreams:
-                raise ValueError(f"{where} is to be served by {name}, which is no upstream")
-            if version.upstreams is not None and version.model not in self.upstreams[name].models:
-                raise ValueError(f"{where} is to be served by {name}, which has no {version.model}")
+                raise FieldError(f"{at[-1]} is to be served by {name}, which is no upstream", *at)
+            if version.model not in self.upstreams[name].models:
+                raise FieldError(f"{at[-1]} is to be served by {name}, which has no {version.model}", *at)
         if version.model not in self.models:
-            raise ValueError(f"{where} is the model {version.model}, which no upstream has")
+            raise FieldError(f"{at[-1]} is the model {version.model}, which no upstream has", *at)
 
     @property
     def models(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from headrace.gateway.store import Store
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
 CacheUse = Literal["hit", "miss", "off"]
-By = Literal["tenant", "key", "model", "upstream", "version", "day"]
+By = Literal["tenant", "app", "key", "model", "upstream", "version", "day"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,13 @@ class Entry:
     estimated: bool
     nano_usd: int
     duration_ms: int
+    app: str = ""
     release: str = ""
     version: str = ""
 
 
 _GROUPS = {
+    "app": "CASE app WHEN '' THEN tenant ELSE tenant || '/' || app END",
     "day": "date(ended_at, 'unixepoch')",
     "version": "CASE release WHEN '' THEN '' ELSE release || '/' || version END",
 }

@@ -54,6 +54,7 @@ def _record(gateway: Gateway, context: RequestContext) -> None:
         estimated=usage.estimated,
         nano_usd=context.nano_usd,
         duration_ms=round((time.monotonic() - context.began) * 1000),
+        app=context.app,
         release=context.release,
         version=context.version,
     )

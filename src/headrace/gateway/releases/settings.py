@@ -8,6 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator, model_validator
 
 from headrace.gateway.fields import Count, Name, Positive, Strict
+from headrace.yaml_file import FieldError
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -65,7 +66,8 @@ class Release(Strict):
     @model_validator(mode="after")
     def _stable_exists(self) -> Self:
         if self.stable is not None and self.stable not in self.versions:
-            raise ValueError(f"stable: {self.stable} is none of the versions {', '.join(self.versions)}")
+            versions = ", ".join(self.versions)
+            raise FieldError(f"{self.stable} is none of the versions {versions}", "stable")
         return self
 
     @property
