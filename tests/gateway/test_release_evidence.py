@@ -144,6 +144,20 @@ def test_what_is_worse_but_not_surely_so_waits_and_is_given_up_at_last() -> None
     assert "1000 seconds" in event.detail
 
 
+def test_a_candidate_that_clients_give_up_goes_back() -> None:
+    """It hangs: nothing of it ever ends but by its clients, who have waited for long."""
+    trial, event = Trial(), None
+    for _ in range(50):
+        event = trial.step([good()] * 5 + [Outcome(True, e2e_s=1.0), Outcome(True, e2e_s=0.01)])
+        if event is not None:
+            break
+    assert event is not None
+    assert event.what == "rolled_back"
+    assert event.detail.startswith("E2E p95 is 0.98")
+    assert trial.state.last is not None
+    assert trial.state.last.candidate_seen.requests == 0
+
+
 def test_a_bad_score_rolls_back() -> None:
     trial, event = Trial(), None
     for _ in range(200):

@@ -26,7 +26,10 @@ What = Literal["started", "advanced", "promoted", "rolled_back"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one request of a trial's ended. ``score``: 0 (bad) to 1, alone in its outcome."""
+    """How one request of a trial's ended. ``score``: 0 (bad) to 1, alone in its outcome.
+
+    ``failed`` is None for a request that its client gave up: it would have taken longer than the seconds say.
+    """
 
     candidate: bool
     failed: bool | None = None
@@ -196,17 +199,18 @@ def learn(trial: Trial, outcomes: Iterable[Outcome], settings: Canary) -> None:
         side = int(outcome.candidate)
         if outcome.score is not None:
             blocks["score"][side].add(1 - outcome.score)
-        if outcome.failed is None:
-            continue
-        seen.requests += 1
-        trial.step_requests += outcome.candidate
-        blocks["failed"][side].add(float(outcome.failed))
+        if outcome.failed is not None:
+            seen.requests += 1
+            trial.step_requests += outcome.candidate
+            blocks["failed"][side].add(float(outcome.failed))
         for name in LATENCIES:
             if (seconds := outcome.seconds(name)) is None:
                 continue
             threshold = trial.thresholds.get(name)
+            scaled = seconds / tolerated if outcome.candidate else seconds
+            if outcome.failed is None and (threshold is None or scaled <= threshold):
+                continue  # nobody knows whether it would have been in time
             if threshold is not None:
-                scaled = seconds / tolerated if outcome.candidate else seconds
                 blocks[name][side].add(float(scaled > threshold))
             seen.latencies[name].add(seconds)
     for name, (stable, candidate) in blocks.items():
