@@ -181,6 +181,10 @@ def test_rollback_after_a_promotion_goes_back_and_forth() -> None:
     states.promote("r", RELEASE, state, "v3", now=0.0)
     states.roll_back("r", RELEASE, state, now=0.0)
     assert (state.stable, state.previous) == ("v1", "v3")
-    for wrong in ("v1", "v9"):
-        with pytest.raises(ConfigError):
+    for wrong, said in (("v1", "stable version already"), ("v9", "it has: v1, v2, v3")):
+        with pytest.raises(ConfigError, match=said):
             states.start("r", RELEASE, state, wrong, trial="t", ab=None, now=0.0)
+    with pytest.raises(ConfigError, match="name the version"):
+        states.promote("r", RELEASE, state, None, now=0.0)
+    with pytest.raises(ConfigError, match="no version was there before v1"):
+        states.roll_back("r", RELEASE, ReleaseState("v1"), now=0.0)

@@ -223,10 +223,16 @@ def learn(trial: Trial, outcomes: Iterable[Outcome], settings: Canary) -> None:
             trial.thresholds[name] = threshold
 
 
+def is_due(release: Release, trial: Trial, now: float) -> bool:
+    """Whether time alone may change what :func:`decide` says."""
+    settings = release.canary
+    return now - trial.step_at >= settings.hold_s or now - trial.started_at >= settings.give_up_s
+
+
 def decide(name: str, release: Release, state: ReleaseState, *, now: float) -> Event | None:
     """What a canary's evidence asks for: back, one step on, all the way, or nothing yet."""
     trial, settings = state.trial, release.canary
-    if trial is None or trial.kind != "canary" or trial.candidate not in release.versions:
+    if trial is None or trial.kind != "canary":
         return None
     enough = math.log(len(MEASURES) / settings.alpha)  # Bonferroni: any of the measures may raise the alarm
     for measure in MEASURES:
