@@ -12,6 +12,8 @@ namespace {
 constexpr int kRowBlock = 48;  // rows of activations that stay in cache while weights stream past
 constexpr int kFewRows = 16;   // so few that a matrix takes longer to read than to multiply
 constexpr size_t kWarmBytes = 8192;
+constexpr int kFewUnits = 8;  // of attention, for each thread: with more, all threads are busy to the end
+constexpr size_t kStateFloats = size_t{1} << 20;  // for the states of partitions
 
 struct Range {
   int begin, end;
@@ -31,7 +33,9 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
       kernels_(kernels),
       pool_(threads),
       barrier_(threads),
-      claims_(new Claim[instructions_.size() * static_cast<size_t>(threads)]) {
+      claims_(new Claim[instructions_.size() * static_cast<size_t>(threads)]),
+      partition_states_(new float[kStateFloats]),
+      partitions_ended_(new Claim[static_cast<size_t>(kFewUnits * threads)]) {
   int largest_head = 16;
   for (const Instruction& in : instructions_) {
     check_instruction(in);
@@ -161,9 +165,7 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
       a.eps = in.f1;
       a.scale = in.f0;
       a.angles = floats(in.in);
-      a.kv = bases_[kKv + in.kv_group] + in.kv_offset;
-      a.block_stride = static_cast<size_t>(limits_.block_bytes[in.kv_group]);
-      a.kv_format = static_cast<KvFormat>(in.i1);
+      a.kv = {layer_kv(in), blocks(in.kv_group), in.kv_heads, in.head_dim, static_cast<KvFormat>(in.i1)};
       a.slots = b.slot_mapping[in.kv_group];
       return kernels_.rope(a, begin, end);
     }
@@ -239,6 +241,10 @@ void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows)
   }
 }
 
+uint8_t* Program::layer_kv(const Instruction& in) const {
+  return bases_[kKv + in.kv_group] + in.kv_offset * blocks(in.kv_group);
+}
+
 void Program::attention(const Instruction& in, Claim& claim, int thread, const BatchView& b) {
   const int rows = attention_rows_per_unit(in.heads / in.kv_heads);
   const size_t which =
@@ -249,8 +255,7 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
   a.q_stride = static_cast<size_t>(in.in_stride) / 4;
   a.output = reinterpret_cast<float*>(at(in.out));
   a.output_stride = static_cast<size_t>(in.out_stride) / 4;
-  a.kv = bases_[kKv + in.kv_group] + in.kv_offset;
-  a.block_stride = static_cast<size_t>(limits_.block_bytes[in.kv_group]);
+  a.kv = {layer_kv(in), blocks(in.kv_group), in.kv_heads, in.head_dim, static_cast<KvFormat>(in.i1)};
   a.positions = b.positions;
   a.heads = in.heads;
   a.kv_heads = in.kv_heads;
@@ -258,8 +263,7 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
   a.window = in.window;
   a.softcap = in.f0;
   a.scratch = scratch_[static_cast<size_t>(thread)].data();
-  const int total = static_cast<int>(units.size()) * in.kv_heads;
-  for (int u; (u = claim.next.fetch_add(1, std::memory_order_relaxed)) < total;) {
+  const auto take = [&](int u) -> const Unit& {
     const Unit& unit = units[static_cast<size_t>(u / in.kv_heads)];
     a.block_table =
         b.block_tables[in.kv_group] + static_cast<size_t>(unit.sequence) * b.table_widths[in.kv_group];
@@ -267,8 +271,61 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
     a.row_end = unit.row_end;
     a.kv_head = u % in.kv_heads;
     a.length = in.i0 ? b.positions[b.query_start[unit.sequence + 1] - 1] + 1 : 0;
-    in.i1 ? kernels_.attention_int8(a) : kernels_.attention(a);
+    return unit;
+  };
+  const auto attend = in.i1 ? kernels_.attention_int8 : kernels_.attention;
+  const int total = static_cast<int>(units.size()) * in.kv_heads;
+  if (!splits(in, units, b)) {
+    for (int u; (u = claim.next.fetch_add(1, std::memory_order_relaxed)) < total;) {
+      take(u);
+      attend(a);
+    }
+    return;
   }
+  // A piece of work is one partition of a unit's context for one head; who ends a unit's last one merges
+  // them.
+  int u = 0, begin = 0;                     // a unit and head, and the number of its first piece
+  float* states = partition_states_.get();  // its partitions'
+  for (;;) {
+    const int piece = claim.next.fetch_add(1, std::memory_order_relaxed);
+    Partitions seen = partitions(in, take(u), b);
+    while (piece >= begin + seen.count) {
+      if (++u == total) return;
+      begin += seen.count;
+      states += static_cast<size_t>(seen.count) * seen.state_floats;
+      seen = partitions(in, take(u), b);
+    }
+    a.partition = seen.first + piece - begin;
+    a.state = states + static_cast<size_t>(piece - begin) * seen.state_floats;
+    attend(a);
+    std::atomic<int32_t>& ended = partitions_ended_[static_cast<size_t>(u)].next;
+    if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < seen.count) continue;
+    ended.store(0, std::memory_order_relaxed);
+    a.state = states;
+    kernels_.merge_partitions(a, seen.count);
+  }
+}
+
+Program::Partitions Program::partitions(const Instruction& in, const Unit& unit, const BatchView& b) const {
+  const int first = b.positions[unit.row_begin], last = b.positions[unit.row_end - 1];
+  const int lowest = in.window > 0 && first >= in.window ? first - in.window + 1 : 0;
+  const int vectors = (unit.row_end - unit.row_begin) * (in.heads / in.kv_heads);
+  const int begin = lowest / kAttentionPartition;
+  return {begin, last / kAttentionPartition + 1 - begin,
+          attention_state_floats(vectors, (in.head_dim + 15) / 16 * 16)};
+}
+
+// Whether there are so few units that threads would wait for the longest, and contexts to be split.
+bool Program::splits(const Instruction& in, const std::vector<Unit>& units, const BatchView& b) const {
+  if (in.i0 || static_cast<int>(units.size()) * in.kv_heads > kFewUnits * pool_.threads()) return false;
+  size_t floats = 0;
+  int longest = 0;
+  for (const Unit& unit : units) {
+    const Partitions seen = partitions(in, unit, b);
+    floats += static_cast<size_t>(seen.count * in.kv_heads) * seen.state_floats;
+    longest = std::max(longest, seen.count);
+  }
+  return pool_.threads() > 1 && longest > 1 && floats <= kStateFloats;
 }
 
 void Program::pool(const Instruction& in, Claim& claim, const BatchView& b) {
