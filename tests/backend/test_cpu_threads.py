@@ -43,7 +43,7 @@ class RandomCheckpoint:
         other = layer
         if window is not None:
             other = dataclasses.replace(
-                layer, mixer=dataclasses.replace(attention, window=window), kv_group=1
+                layer, attention=dataclasses.replace(attention, window=window), kv_group=1
             )
         self.architecture = Architecture("random", 200, 96, 2048, (layer, other), NormSpec(), tied_head=False)
         self.path = Path("random")
