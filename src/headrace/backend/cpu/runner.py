@@ -85,6 +85,8 @@ class CpuRunner:
         )
         kv = [_zeros(settings.blocks_of(g) * size + _SPARE) for g, size in enumerate(block_bytes)]
         self._program.bind([weights.data, self._scratch, *kv])
+        self.block_bytes = tuple(block_bytes)
+        self._kv = [pool[:-_SPARE].reshape(-1, size) for pool, size in zip(kv, block_bytes, strict=True)]
         material = f"{headrace.__version__} {isa} {checkpoint.fingerprint()} {kv_dtype}"
         self.capabilities = Capabilities(
             backend="cpu",
@@ -144,9 +146,19 @@ class CpuRunner:
         finally:
             self._program.set_profiling(False)
 
+    def read_blocks(self, group: int, blocks: list[int]) -> NDArray[np.uint8]:
+        """See :meth:`Runner.read_blocks`."""
+        copied: NDArray[np.uint8] = self._kv[group][blocks]
+        return copied
+
+    def write_blocks(self, group: int, blocks: list[int], data: NDArray[np.uint8]) -> None:
+        """See :meth:`Runner.write_blocks`."""
+        self._kv[group][blocks] = data
+
     def close(self) -> None:
         """Release threads, weights and KV."""
         self._program = None
+        self._kv = []
         self._scratch = self._output = np.empty(0, np.uint8)
 
 
