@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace.backend.runner import Runner
@@ -19,7 +21,9 @@ from headrace.paths import cache_dir
 DEFAULT_SWAP_SPACE = 4.0  # GiB of a kept tier whose size nobody says
 
 
-def open_tier(cache: CacheConfig, runner: Runner, device: str) -> KVTier | None:
+def open_tier(
+    cache: CacheConfig, runner: Runner, device: str, *, clock: Callable[[], float] = time.monotonic
+) -> KVTier | None:
     """The second tier that ``cache`` asks for, if any, for the blocks of a runner on ``device``.
 
     A path: a file that is kept. Else host memory, if the blocks are elsewhere; if they are in host memory
@@ -56,14 +60,14 @@ def open_tier(cache: CacheConfig, runner: Runner, device: str) -> KVTier | None:
                 f"kv_tier_path: {file.name} cannot be written to: {error.strerror or error}.",
                 param="kv_tier_path",
             ) from None
-        return KVTier(runner, store, Background())
+        return KVTier(runner, store, Background(), clock=clock)
     if device != "cpu":
-        return KVTier(runner, _in_memory(size_bytes, runner.block_bytes))
+        return KVTier(runner, _in_memory(size_bytes, runner.block_bytes), clock=clock)
     folder = cache_dir() / "kv-tier"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         unnamed = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115, the store closes it
-        return KVTier(runner, TierFile(unnamed, size_bytes, runner.block_bytes), Background())
+        return KVTier(runner, TierFile(unnamed, size_bytes, runner.block_bytes), Background(), clock=clock)
     except OSError as error:
         raise ConfigError(
             f"swap_space (--swap-space) needs a file in {folder}: {error.strerror or error}. Say with "
