@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_engines import Answers, Clock, TierSizes, assert_idle, request, run, small_engine, tokens
 
+from headrace.backend.kv_format import KVCacheDtype
 from headrace.backend.runner import Runner
 from headrace.backend.simulated import Latency
 from headrace.engine import kv_cache, kv_tier
@@ -328,39 +329,31 @@ def test_check_sees_damage(damage: Callable[[KVTier], None]) -> None:
 
 @pytest.mark.native
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_gemma_from_the_tier(gemma3_path: Path, kv_cache_dtype: str, tmp_path: Path) -> None:
+def test_gemma_from_the_tier(gemma3_path: Path, kv_cache_dtype: KVCacheDtype, tmp_path: Path) -> None:
     """Two groups, windows, either format: what comes back is what was there, to the last bit."""
-    size = block_bytes(open_checkpoint(gemma3_path).architecture, kv_cache_dtype)  # type: ignore[arg-type]
-    prompts = [[2, *tokens(560, 1)], [2, *tokens(600, 2)]]
+    size = block_bytes(open_checkpoint(gemma3_path).architecture, kv_cache_dtype)
     requests = [
-        request(name, prompt, max_tokens=6, seed=3, logprobs=2)
-        for name, prompt in zip(("one", "two"), prompts, strict=True)
+        request(f"r{length}", [2, *tokens(length, length)], max_tokens=4, seed=3, logprobs=2)
+        for length in (560, 580, 600)
     ]
 
-    def answers(order: str, blocks: int, path: str | None) -> tuple[list[tuple[object, ...]], Engine]:
+    def answers(blocks: int, rounds: int, **tier: Any) -> tuple[list[tuple[object, ...]], Engine]:
         engine = build_engine(
             gemma3_path,
             ModelConfig(max_model_len=640),
-            CacheConfig(
-                kv_cache_memory_bytes=blocks * size,
-                kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
-                swap_space=0.5,
-                kv_tier_path=path,
-            ),
-            SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=256),
+            CacheConfig(kv_cache_memory_bytes=blocks * size, kv_cache_dtype=kv_cache_dtype, **tier),
+            SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=256),
         )
-        found = [
-            run(engine, [requests[int(number)]])[requests[int(number)].request_id, 0].text()
-            for number in order
-        ]
+        found = [run(engine, [each])[each.request_id, 0].text() for each in requests * rounds]
         engine.close()
         return found, engine
 
-    plain, _ = answers("01", 200, None)
-    kept = str(tmp_path / "blocks")
-    again, small = answers("0101", 42, kept)
-    assert again == plain * 2
+    plain, _ = answers(400, 1)
+    kept = {"swap_space": 0.5, "kv_tier_path": str(tmp_path / "blocks")}
+    twice, small = answers(80, 2, **kept)  # two of three prompts fit
+    assert {group.window for group in small.kv_cache.groups} == {None, 512}
+    assert twice == plain * 2
     assert small.stats().tier_hits > 30
-    afterwards, third = answers("01", 42, kept)
+    afterwards, third = answers(80, 1, **kept)
     assert afterwards == plain
-    assert third.stats().prefix_cache_hits == 544 + 592
+    assert third.stats().prefix_cache_hits == 560 + 576 + 592
