@@ -122,7 +122,7 @@ def small_engine(
     clock: Clock | None = None,
     latency: Latency | None = None,
     draft: DraftSizes | None = None,
-    tier: TierSizes | Callable[[Runner], KVTier] | None = None,
+    tier: TierSizes | Callable[[Runner], KVTier | None] | None = None,
     **scheduler: Any,
 ) -> Engine:
     """An engine on a simulated runner; ``scheduler`` are fields of SchedulerConfig.

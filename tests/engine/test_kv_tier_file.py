@@ -20,7 +20,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.kv_tier import KVTier
 from headrace.engine.kv_tier_build import open_tier
 from headrace.engine.kv_tier_store import Background
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, OutOfMemoryError
 
 PROMPT = tokens(161, 1)
 MIB = 2**-10  # of a GiB
@@ -221,6 +221,36 @@ def test_what_cannot_be_used_is_said(tmp_path: Path, kept: Path) -> None:
     engine.close()
     with pytest.raises(ConfigError, match=r"swap_space .* one block of this model takes 128 bytes"):
         engine_on(kept, swap_space=1e-6)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_a_path_nothing_is_left(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file without a name for blocks in host memory, host memory for those of a device."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    clock = Clock()
+
+    def tier(runner: Runner) -> KVTier:
+        opened = open_tier(CacheConfig(swap_space=MIB), runner, device, clock=clock)
+        assert opened is not None and not opened.is_kept
+        return opened
+
+    engine = small_engine(num_blocks=12, max_model_len=190, clock=clock, tier=tier)
+    ask(engine)
+    ask(engine, tokens(170, 2))
+    answers, found = ask(engine)
+    assert (answers.texts(), found) == (EXPECTED, 160)
+    assert (tmp_path / "cache").exists() == (device == "cpu")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    engine.close()
+
+
+def test_no_room_for_what_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"swap_space .* is 500000 GiB of host memory, of which"):
+        small_engine(tier=lambda runner: open_tier(CacheConfig(swap_space=500_000), runner, "cuda"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"swap_space .* needs a file in .*HEADRACE_CACHE"):
+        small_engine(tier=lambda runner: open_tier(CacheConfig(swap_space=1), runner, "cpu"))
 
 
 def test_a_full_disk_ends_the_spilling_and_nothing_else(tmp_path: Path) -> None:
