@@ -92,9 +92,10 @@ def test_equal_hashes_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request(f"r{i}", tokens(50, i), max_tokens=40, ignore_eos=True) for i in range(6)]
     expected = run(small_engine(), requests).texts()
     monkeypatch.setattr(kv_cache, "block_key", lambda parent, tokens: b"the same for all")
-    engine = tiered(num_blocks=8, max_model_len=128)
+    engine = tiered(num_blocks=6, max_model_len=96)
     assert run(engine, requests).texts() == expected
     assert run(engine, requests).texts() == expected
+    assert engine.stats().tier_spills > 0
 
 
 def test_the_tier_is_bounded_and_keeps_what_was_used_last() -> None:
@@ -295,6 +296,40 @@ def test_more_than_the_store_takes_is_lost_and_nothing_else(monkeypatch: pytest.
         answers["again", 0].text()
         == run(small_engine(), [request("again", tokens(161, 0), max_tokens=1)])["again", 0].text()
     )
+
+
+def test_a_block_without_its_window_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the window's group had dropped before the tier took the rest was read from an empty place."""
+    monkeypatch.setattr(kv_tier, "_MOST_BYTES", 1)
+    worker = Manual()
+    engine = tiered(
+        windows=(None, 64),
+        num_blocks=80,
+        window_blocks=63,
+        max_model_len=1000,
+        tier=lambda runner: KVTier(runner, MemoryStore(1000, runner.block_bytes), worker, clock=Clock()),
+    )
+    text = tokens(640, 1)
+    run(engine, [request("first", text, max_tokens=1)])
+    run(engine, [request("second", tokens(570, 2), max_tokens=1)])  # the tier takes one block and is busy
+    worker.work()
+    assert engine.kv_cache.tier is not None
+    engine.kv_cache.tier._most = 1000
+    for number in (3, 4):  # all of the first text is evicted
+        run(engine, [request("more", tokens(570, number), max_tokens=1)])
+    worker.work()
+    missing = [block for block in engine.kv_cache.tier._blocks.values() if len(block.groups) == 1]
+    assert len(missing) >= 8
+    asked = request("again", text[:201], max_tokens=20, ignore_eos=True)
+    answers = Answers()
+    engine.add(asked)
+    while engine.has_work:
+        worker.work()
+        answers.take(engine.step())
+        engine.kv_cache.check()
+    plain = small_engine(windows=(None, 64), num_blocks=600, max_model_len=1000)
+    assert answers.texts() == run(plain, [asked]).texts()
+    assert cached(answers, "again") < 192
 
 
 # The proof
