@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.backend.runner import Runner
 from headrace.engine.config import CacheConfig
 from headrace.engine.kv_tier import KVTier
-from headrace.engine.kv_tier_file import TierFile, open_tier_path, slots_within
+from headrace.engine.kv_tier_file import MAX_GROUPS, TierFile, open_tier_path, slots_within
 from headrace.engine.kv_tier_store import Background, MemoryStore
 from headrace.engine.memory import available_bytes
 from headrace.errors import ConfigError, OutOfMemoryError
@@ -42,6 +42,12 @@ def open_tier(
         swap_space = swap_space or DEFAULT_SWAP_SPACE
     if not swap_space:
         return None
+    if len(runner.block_bytes) > MAX_GROUPS:
+        raise ConfigError(
+            f"This model keeps {len(runner.block_bytes)} kinds of KV blocks, and a second tier can have "
+            f"{MAX_GROUPS}: leave swap_space and kv_tier_path out.",
+            param="swap_space",
+        )
     size_bytes = int(swap_space * 2**30)
     if slots_within(size_bytes, runner.block_bytes) < 1:
         raise ConfigError(
@@ -57,7 +63,7 @@ def open_tier(
         except OSError as error:
             file.close()
             raise ConfigError(
-                f"kv_tier_path: {file.name} cannot be written to: {error.strerror or error}.",
+                f"kv_tier_path: {file.name} cannot be used: {error.strerror or error}.",
                 param="kv_tier_path",
             ) from None
         return KVTier(runner, store, Background(), clock=clock)

@@ -32,7 +32,7 @@ _PAGE = 4096
 _MAGIC = b"headrace KV tier\n"
 _VERSION = 1
 _FIXED = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}s{4 * BLOCK_SIZE}sQQ")  # …, age, groups as bits
-_MAX_GROUPS = 64
+MAX_GROUPS = 64  # bits of a record
 _RECORDS_AT_ONCE = 4096
 
 
@@ -48,7 +48,7 @@ class TierFile:
     def __init__(
         self, file: IO[bytes], size_bytes: int, block_bytes: tuple[int, ...], *, identity: str | None = None
     ) -> None:
-        assert len(block_bytes) <= _MAX_GROUPS
+        assert len(block_bytes) <= MAX_GROUPS
         self._file = file
         self._fd = file.fileno()
         self.is_kept = identity is not None
@@ -75,14 +75,17 @@ class TierFile:
         if not self._is_old:
             return []
         found: dict[bytes, tuple[int, TierBlock]] = {}
-        for slot, record in enumerate(self._records()):
-            parsed = self._parse(slot, record)
-            if parsed is None:
-                continue
-            age, block = parsed
-            if block.key not in found or found[block.key][0] < age:
-                found[block.key] = parsed
-            self._age = max(self._age, age)
+        try:
+            for slot, record in enumerate(self._records()):
+                parsed = self._parse(slot, record)
+                if parsed is None:
+                    continue
+                age, block = parsed
+                if block.key not in found or found[block.key][0] < age:
+                    found[block.key] = parsed
+                self._age = max(self._age, age)
+        except OSError as error:
+            _log.warning("The KV tier in %s can be read in part only: %s", self._file.name, error)
         return [block for _, block in sorted(found.values(), key=lambda each: each[0])]
 
     def write(self, block: TierBlock, parts: Parts) -> None:
