@@ -24,8 +24,7 @@ class Entries:
             waiting.admitted(seq, 0, now)
             return
         seq.first_scheduled_time = now
-        to_compute = seq.num_prompt_tokens - seq.num_computed_tokens - seq.num_loading
-        waiting.admitted(seq, to_compute, now)
+        waiting.admitted(seq, seq.num_lacking - seq.num_loading, now)
         if not seq.request.was_scheduled:
             seq.request.was_scheduled = True
             self.prompt_tokens += seq.num_prompt_tokens
@@ -34,7 +33,7 @@ class Entries:
         """``seq`` has all of it that either tier had, and begins to compute the rest."""
         if seq.is_new:
             seq.is_new = False
-            seq.num_cached_tokens = seq.num_computed_tokens
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             if self._prefix_caching:
                 self.prefix_queries += seq.num_prompt_tokens
                 self.prefix_hits += seq.num_cached_tokens
