@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from headrace.backend.kv_format import KV_LAYOUT
 from headrace.backend.runner import Runner
 from headrace.engine.config import CacheConfig
 from headrace.engine.kv_tier import KVTier
@@ -57,7 +58,7 @@ def open_tier(
         )
     if cache.kv_tier_path is not None:
         file = open_tier_path(_file_at(cache.kv_tier_path, runner.capabilities.fingerprint))
-        identity = f"{runner.capabilities.fingerprint} {runner.capabilities.kv_dtype}"
+        identity = f"{runner.capabilities.fingerprint} {runner.capabilities.kv_dtype} {KV_LAYOUT}"
         try:
             store = TierFile(file, size_bytes, runner.block_bytes, identity=identity)
         except OSError as error:

@@ -15,6 +15,7 @@ from headrace.backend.cpu import _native
 from headrace.backend.cpu.cores import usable_cores
 from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.instruction import INSTRUCTION
+from headrace.backend.cpu.kv_blocks import KvBlocks
 from headrace.backend.cpu.profile import OpProfile, profile_of
 from headrace.backend.cpu.recorder import record
 from headrace.backend.cpu.weights_file import packed_weights
@@ -37,6 +38,9 @@ def chosen_isa() -> str:
     if wanted not in have:
         raise ConfigError(f"HEADRACE_ISA={wanted} cannot run here; this machine has: {', '.join(have)}")
     return wanted
+
+
+_ANY_BYTE = 0x3C  # numbers of about 0.01 in every format of keys, values and scales
 
 
 def _zeros(size: int) -> NDArray[np.uint8]:
@@ -83,10 +87,14 @@ class CpuRunner:
             isa=isa,
             threads=threads,
         )
-        kv = [_zeros(settings.blocks_of(g) * size + _SPARE) for g, size in enumerate(block_bytes)]
-        self._program.bind([weights.data, self._scratch, *kv])
-        self.block_bytes = tuple(block_bytes)
-        self._kv = [pool[:-_SPARE].reshape(-1, size) for pool, size in zip(kv, block_bytes, strict=True)]
+        self._kv = [_zeros(settings.blocks_of(g) * size + _SPARE) for g, size in enumerate(block_bytes)]
+        self._program.bind([weights.data, self._scratch, *self._kv])
+        self._blocks = [
+            KvBlocks(pool[:-_SPARE], settings.blocks_of(g), group, kv_dtype)
+            for g, (pool, group) in enumerate(zip(self._kv, arch.kv_groups, strict=True))
+        ]
+        self.block_bytes = tuple(blocks.block_bytes for blocks in self._blocks)
+        assert self.block_bytes == tuple(block_bytes)
         material = f"{headrace.__version__} {isa} {checkpoint.fingerprint()} {kv_dtype}"
         self.capabilities = Capabilities(
             backend="cpu",
@@ -136,7 +144,9 @@ class CpuRunner:
         return self._output[: len(batch.logit_rows)].copy()
 
     def profile(self, batch: Batch, steps: int = 1) -> list[OpProfile]:
-        """Run ``batch`` so many times: what each kind of operation took, slowest first."""
+        """Run ``batch`` so many times: what each kind of operation took, slowest first. Overwrites all KV."""
+        for pool in self._kv:  # pages that nobody has written are all one page, which stays in the cache
+            pool.fill(_ANY_BYTE)
         self._program.set_profiling(True)
         self._program.take_profile()
         try:
@@ -148,17 +158,16 @@ class CpuRunner:
 
     def read_blocks(self, group: int, blocks: list[int]) -> NDArray[np.uint8]:
         """See :meth:`Runner.read_blocks`."""
-        copied: NDArray[np.uint8] = self._kv[group][blocks]
-        return copied
+        return self._blocks[group].read(blocks)
 
     def write_blocks(self, group: int, blocks: list[int], data: NDArray[np.uint8]) -> None:
         """See :meth:`Runner.write_blocks`."""
-        self._kv[group][blocks] = data
+        self._blocks[group].write(blocks, data)
 
     def close(self) -> None:
         """Release threads, weights and KV."""
         self._program = None
-        self._kv = []
+        self._kv, self._blocks = [], []
         self._scratch = self._output = np.empty(0, np.uint8)
 
 
