@@ -133,16 +133,18 @@ def test_a_crash_leaves_a_file_that_the_next_one_can_use(tmp_path: Path) -> None
     program = IMPORTS + (
         f"engine = engine_on({str(path)!r})\n"
         "for number in range(1, 10**6):\n"
-        "    ask(engine, tokens(161, number % 40 + 1))\n"
+        "    ask(engine, tokens(161, number))\n"
         "    print(engine.stats().tier_spills, flush=True)\n"
     )
     for spills in (20, 300):
         child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        while int(child.stdout.readline()) < spills:
-            pass
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        try:
+            while int(child.stdout.readline()) < spills:
+                pass
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
         engine = engine_on(path)
         assert engine.stats().num_tier_blocks_used > 10
         assert ask(engine)[0].texts() == EXPECTED
