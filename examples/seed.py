@@ -33,8 +33,8 @@ def main() -> None:
         quantization=None,  # "int8" or "int4" narrow a float checkpoint; this one is quantised already
         max_model_len=2048,
     )
-    # swap_space is room for evicted blocks in a second tier; there is none yet, and more than 0 GiB warns.
-    cache_config = CacheConfig(block_size=16, swap_space=0)
+    # swap_space: GiB for blocks that the pool has to give up; kv_tier_path would keep them for the next time.
+    cache_config = CacheConfig(block_size=16, swap_space=1)
     sampling_params = SamplingParams(
         temperature=0.7, top_p=0.9, max_tokens=64, repetition_penalty=1.1, seed=1
     )

@@ -15,6 +15,7 @@ from headrace.backend.batch import Batch
 from headrace.backend.cpu import _native
 from headrace.backend.cpu.cores import usable_cores
 from headrace.backend.cpu.runner import CpuRunner, open_cpu_runner
+from headrace.backend.kv_format import KVCacheDtype
 from headrace.backend.runner import RunnerSettings
 from headrace.errors import ConfigError, EngineDeadError, ModelFormatError
 from headrace.model.checkpoint import Tensor
@@ -100,6 +101,24 @@ def test_any_number_of_threads_gives_the_same_bits(folder: Path, threads: int) -
     for _ in range(3):
         np.testing.assert_array_equal(many.logits(clean_batch()), one.logits(clean_batch()))
     many.close()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_blocks_can_be_taken_out_and_put_elsewhere(folder: Path, kv_cache_dtype: KVCacheDtype) -> None:
+    """What a second tier does with them: another runner reads the same keys and values in other blocks."""
+    sizes = dataclasses.replace(SETTINGS, kv_cache_dtype=kv_cache_dtype)
+    one, other = (open_cpu_runner(SafetensorsCheckpoint(folder), sizes) for _ in range(2))
+    one.run(clean_batch())
+    [size] = one.block_bytes
+    taken = one.read_blocks(0, [0, 1])
+    assert (taken.shape, taken.dtype) == ((2, size), np.uint8)
+    other.write_blocks(0, [11, 4], taken)
+    np.testing.assert_array_equal(other.read_blocks(0, [4, 11]), taken[::-1])
+    following = len(CLEAN[0])
+    np.testing.assert_array_equal(
+        other.logits(batch_of([Piece([7], following, [11, 4])])),
+        one.logits(batch_of([Piece([7], following, [0, 1])])),
+    )
 
 
 def test_closing_twice_is_fine_and_running_after_it_is_not(folder: Path) -> None:

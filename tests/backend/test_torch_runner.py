@@ -121,6 +121,24 @@ def test_sequences_outside_the_vocabulary(checkpoint: SafetensorsCheckpoint, tok
         reference_logits(checkpoint, token_ids)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "int8"])
+def test_blocks_can_be_taken_out_and_put_elsewhere(
+    checkpoint: SafetensorsCheckpoint, kv_cache_dtype: Any
+) -> None:
+    """What a second tier does with them: another runner reads the same keys and values in another block."""
+    one, other = (open_torch_runner(checkpoint, settings(kv_cache_dtype=kv_cache_dtype)) for _ in range(2))
+    one.logits(single_batch(PROMPT, 0, [2]))
+    [size] = one.block_bytes
+    taken = one.read_blocks(0, [2, 0])
+    assert (taken.shape, taken.dtype) == ((2, size), np.uint8)
+    assert taken[0].any() and not taken[1].any()
+    other.write_blocks(0, [3, 1], taken)
+    np.testing.assert_array_equal(other.read_blocks(0, [1, 3]), taken[::-1])
+    np.testing.assert_array_equal(
+        other.logits(single_batch([7], len(PROMPT), [3])), one.logits(single_batch([7], len(PROMPT), [2]))
+    )
+
+
 def test_a_closed_runner_says_so(checkpoint: SafetensorsCheckpoint) -> None:
     runner = open_torch_runner(checkpoint, settings())
     runner.close()

@@ -214,6 +214,7 @@ class World:
             "prefix_caching": False,
             "windows": (None,),
             "window_blocks": None,
+            "tier": None,
         }
         while True:
             smaller = [

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from headrace.backend.runner import RunnerSettings
+from headrace.backend.runner import Runner, RunnerSettings
 from headrace.backend.simulated import Latency, SimulatedRunner, simulated_architecture
 from headrace.engine.build import SPARE_LOGIT_ROWS
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.draft_model import DraftModel
 from headrace.engine.engine import Engine
+from headrace.engine.kv_tier import KVTier
+from headrace.engine.kv_tier_store import Job, MemoryStore, Parts, TierBlock
 from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
 
 VOCAB = 64
@@ -44,6 +49,67 @@ class DraftSizes:
     latency: Latency | None = None
 
 
+class Lazy:
+    """A worker that does jobs when it is waited for, and now and then before: the same for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._jobs: list[tuple[bool, Job]] = []
+
+    def submit(self, job: Job, *, urgent: bool) -> None:
+        self._jobs.append((urgent, job))
+        if self._rng.random() < 0.2:
+            self._do(self._rng.randrange(len(self._jobs) + 1))
+
+    def wait(self, timeout_s: float) -> None:
+        self._do(len(self._jobs))
+
+    def close(self) -> None:
+        self._do(len(self._jobs))
+
+    def _do(self, count: int) -> None:
+        in_order = sorted(self._jobs, key=lambda each: not each[0])  # stable: the urgent ones first
+        self._jobs = in_order[count:]
+        for _, job in in_order[:count]:
+            job()
+
+
+class Unreliable(MemoryStore):
+    """Loses a block now and then, and some day takes no more."""
+
+    def __init__(self, num_slots: int, block_bytes: tuple[int, ...], seed: int) -> None:
+        super().__init__(num_slots, block_bytes)
+        self._rng = random.Random(seed)
+
+    def write(self, block: TierBlock, parts: Parts) -> None:
+        if self._rng.random() < 0.02:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(block, parts)
+
+    def read(self, block: TierBlock, groups: frozenset[int]) -> Parts | None:
+        chance = self._rng.random()
+        if chance < 0.05:
+            raise OSError(errno.EIO, "Input/output error")
+        return None if chance < 0.2 else super().read(block, groups)
+
+
+@dataclass(frozen=True)
+class TierSizes:
+    """A second tier in memory; ``lazy``: it takes its time; ``unreliable``: it forgets."""
+
+    num_blocks: int
+    lazy: bool = False
+    unreliable: bool = False
+
+    def open(self, runner: Runner, clock: Callable[[], float] = time.monotonic) -> KVTier:
+        store = (
+            Unreliable(self.num_blocks, runner.block_bytes, seed=1)
+            if self.unreliable
+            else MemoryStore(self.num_blocks, runner.block_bytes)
+        )
+        return KVTier(runner, store, Lazy(seed=2) if self.lazy else None, clock=clock)
+
+
 def small_engine(
     *,
     num_blocks: int = 256,
@@ -56,13 +122,14 @@ def small_engine(
     clock: Clock | None = None,
     latency: Latency | None = None,
     draft: DraftSizes | None = None,
+    tier: TierSizes | Callable[[Runner], KVTier | None] | None = None,
     **scheduler: Any,
 ) -> Engine:
     """An engine on a simulated runner; ``scheduler`` are fields of SchedulerConfig.
 
     ``window_blocks``: what groups with a window have beside one that has none, which have ``num_blocks``.
     With a ``clock``, steps take ``latency`` of its time and no other time passes. ``draft``: the draft model
-    of ``speculative`` settings that ask for one.
+    of ``speculative`` settings that ask for one. ``tier``: its sizes, or how it is opened.
     """
     config = SchedulerConfig(**scheduler)
     max_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -111,6 +178,9 @@ def small_engine(
         seed=seed,
         clock=clock or time.monotonic,
         drafter=drafter,
+        tier=tier.open(opened, clock or time.monotonic)
+        if isinstance(tier, TierSizes)
+        else tier and tier(opened),
     )
 
 

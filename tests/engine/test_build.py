@@ -110,6 +110,10 @@ def test_a_containers_limit_counts(tmp_path: Path, folder: str, limit: str, usag
         (CacheConfig, "kv_cache_dtype", None),
         (CacheConfig, "swap_space", -1.0),
         (CacheConfig, "swap_space", float("nan")),
+        (CacheConfig, "swap_space", 1e30),
+        (CacheConfig, "kv_tier_path", ""),
+        (CacheConfig, "kv_tier_path", "a\0b"),
+        (CacheConfig, "kv_tier_path", Path("file")),
         (SchedulerConfig, "max_num_seqs", 0),
         (SchedulerConfig, "max_num_batched_tokens", True),
         (SchedulerConfig, "max_waiting", 0),
@@ -123,6 +127,13 @@ def test_bad_settings_are_named(kind: type[Any], name: str, value: Any, tmp_path
     with pytest.raises(ConfigError) as caught:
         build_engine(tmp_path, settings[ModelConfig], settings[CacheConfig], settings[SchedulerConfig])
     assert caught.value.param == name
+
+
+def test_a_kept_tier_needs_prefix_caching(tmp_path: Path) -> None:
+    """Without it nothing that is kept would ever be looked for."""
+    cache = CacheConfig(kv_tier_path="blocks", enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="leave prefix caching on"):
+        build_engine(tmp_path, ModelConfig(), cache, SchedulerConfig())
 
 
 def test_unknown_backend() -> None:

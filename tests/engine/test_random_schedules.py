@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from random_schedules import SPECULATION, World, random_shape
-from small_engines import VOCAB, Clock, DraftSizes, draft_model, small_engine, tokens
+from small_engines import VOCAB, Clock, DraftSizes, TierSizes, draft_model, small_engine, tokens
 from test_speculation import RepetitiveRunner
 
 from headrace.backend import open_runner
@@ -36,6 +36,16 @@ DRAFTS = [
     DraftSizes(latency=Latency(0.2, 0.01)),  # takes longer than what it drafts for
 ]
 
+TIERS = [
+    None,
+    None,
+    TierSizes(3),
+    TierSizes(200),
+    TierSizes(8, lazy=True),
+    TierSizes(200, lazy=True),
+    TierSizes(200, lazy=True, unreliable=True),
+]
+
 
 def simulated(**settings: Any) -> Engine:
     settings = {"latency": Latency(0.1, 0.01), "max_model_len": MAX_MODEL_LEN} | settings
@@ -56,6 +66,7 @@ SIMULATED = World(
         "max_num_batched_tokens": [4, 16, 25, 25, 60, 60, 512],
         "speculative": list(SPECULATION),
         "draft": DRAFTS,
+        "tier": TIERS,
         "tpot_target_ms": [None, None, 150.0, 400.0],
         "priority_aging_s": [0.0, 1.0, 10.0],
     },
@@ -71,6 +82,26 @@ SIMULATED = World(
     deciding=("windows",),
 )
 
+# Short prompts, long answers and few blocks: everybody is let in and somebody has to give way.
+CROWDED = World(
+    shapes=[
+        random_shape(seed, [tokens(30, 1), tokens(30, 2), tokens(9, 3) * 3], VOCAB, [50, 90])
+        for seed in range(60)
+    ],
+    choices=SIMULATED.choices
+    | {
+        "num_blocks": [8, 9, 10, 14],
+        "window_blocks": [None, 8, 9],
+        "tier": [None, *TIERS[2:]],
+        "max_num_batched_tokens": [25, 60, 512],
+        "speculative": [None, SPECULATION[1]],
+    },
+    max_requests=6,
+    build=SIMULATED.build,
+    plain=SIMULATED.plain,
+    deciding=SIMULATED.deciding,
+)
+
 
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))
 def test_random_schedules(first: int) -> None:
@@ -79,10 +110,17 @@ def test_random_schedules(first: int) -> None:
         SIMULATED.explain(seed)
 
 
+@pytest.mark.parametrize("first", range(0, 80, 40))
+def test_random_schedules_in_a_crowd(first: int) -> None:
+    """The same where preemption is the rule and the second tier has much to do."""
+    for seed in range(first, first + 40):
+        CROWDED.explain(seed)
+
+
 def test_schedules_have_in_them_what_they_are_to_guard() -> None:
     """All of them passed after a change that had made them all harmless."""
     totals = dict.fromkeys(
-        ("num_preemptions", "deadlines_missed", "deadlines_refused", "draft_tokens_accepted"), 0
+        ("num_preemptions", "tier_hits", "deadlines_missed", "deadlines_refused", "draft_tokens_accepted"), 0
     )
     hits = 0
     by_model = 0
@@ -96,6 +134,9 @@ def test_schedules_have_in_them_what_they_are_to_guard() -> None:
     assert all(totals.values()), totals
     assert hits > 1000
     assert by_model > 100
+    crowd = [CROWDED.check(CROWDED.schedule(seed)).stats() for seed in range(20)]
+    for name in ("preemptions_swapped", "preemptions_recomputed", "tier_hits", "tier_failures"):
+        assert sum(getattr(stats, name) for stats in crowd) > 0, name
 
 
 class Forgetful(RepetitiveRunner):
@@ -154,7 +195,12 @@ def smollm2(smollm2_path: Path) -> Iterator[World]:
     )
 
     def build(
-        *, num_blocks: int = 64, clock: Clock | None = None, prefix_caching: bool = False, **scheduler: Any
+        *,
+        num_blocks: int = 64,
+        clock: Clock | None = None,
+        prefix_caching: bool = False,
+        tier: TierSizes | None = None,
+        **scheduler: Any,
     ) -> Engine:
         config = SchedulerConfig(**{"max_num_batched_tokens": 128} | scheduler)
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -176,7 +222,14 @@ def smollm2(smollm2_path: Path) -> Iterator[World]:
                 clock=clock,
             )
         return Engine(
-            runner, settings, config, prefix_caching=prefix_caching, seed=0, clock=clock, drafter=drafter
+            runner,
+            settings,
+            config,
+            prefix_caching=prefix_caching,
+            seed=0,
+            clock=clock,
+            drafter=drafter,
+            tier=tier and tier.open(runner, clock),
         )
 
     phrase = [504, 5345, 282, 4649, 314, 42, 365, 260]
@@ -187,6 +240,7 @@ def smollm2(smollm2_path: Path) -> Iterator[World]:
         ],
         choices={
             "num_blocks": [9, 12, 64],
+            "tier": [None, TierSizes(100), TierSizes(100, lazy=True)],
             "prefix_caching": [True, True, False],
             "max_num_seqs": [2, 16],
             "max_num_batched_tokens": [16, 25, 128],

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from headrace import LLM, CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
-from headrace.errors import InvalidRequestError, ModelNotFoundError
+from headrace.errors import InvalidRequestError
 from headrace.frontend.frontend import open_frontend
 
 SMALL_POOL = 64 * 2**20
@@ -92,15 +91,6 @@ def test_a_program_that_never_closes_its_llm_ends_cleanly(smollm2_path: Path) ->
     )
     assert (run.returncode, run.stderr) == (0, "")
     assert "Paris" in run.stdout
-
-
-def test_swap_space_is_not_silently_ignored(tmp_path: Path) -> None:
-    missing = ModelConfig(str(tmp_path / "missing.gguf"))
-    with pytest.warns(UserWarning, match="swap_space is not used yet"), pytest.raises(ModelNotFoundError):
-        open_frontend(missing, CacheConfig(swap_space=4), SchedulerConfig())
-    with warnings.catch_warnings(), pytest.raises(ModelNotFoundError):
-        warnings.simplefilter("error")
-        open_frontend(missing, CacheConfig(), SchedulerConfig())
 
 
 def test_a_base_model_generates_but_does_not_chat(gemma3_path: Path) -> None:

@@ -40,6 +40,33 @@ def test_the_engine_is_read_at_every_scrape() -> None:
     assert samples(metrics)["vllm:num_requests_running"] == 0
 
 
+def test_the_second_tier_and_who_came_back_by_it() -> None:
+    metrics = Metrics("m")
+    stats = EngineStats(
+        num_tier_blocks=9,
+        num_tier_blocks_used=4,
+        tier_hits=3,
+        tier_spills=5,
+        tier_failures=1,
+        tier_read_bytes=300,
+        tier_written_bytes=500,
+        preemptions_swapped=2,
+        preemptions_recomputed=6,
+    )
+    metrics.watch(lambda: stats, load_seconds=0.0)
+    seen = samples(metrics)
+    assert seen["headrace_kv_tier_blocks_total"] == 9
+    assert seen["headrace_kv_tier_blocks_used"] == 4
+    assert seen["headrace_kv_tier_hits_total"] == 3
+    assert seen["headrace_kv_tier_spills_total"] == 5
+    assert seen["headrace_kv_tier_failures_total"] == 1
+    assert seen["headrace_kv_tier_read_bytes_total"] == 300
+    assert seen["headrace_kv_tier_written_bytes_total"] == 500
+    assert seen["headrace_preemptions_swapped_total"] == 2
+    assert seen["headrace_preemptions_recomputed_total"] == 6
+    assert not any(name.startswith(("vllm:kv_tier", "vllm:preemptions")) for name in seen)
+
+
 def test_every_documented_name_is_there() -> None:
     """Dashboards made for vLLM must find their metrics."""
     metrics = Metrics("m")

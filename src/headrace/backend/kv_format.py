@@ -13,6 +13,9 @@ KVCacheDtype = Literal["auto", "bfloat16", "int8"]
 """``auto`` is the backend's own: bfloat16 on cpu, what it computes in on torch."""
 
 KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = ("auto", "bfloat16", "int8")
+KV_LAYOUT = 1
+"""Of blocks as ``Runner.read_blocks`` gives them: raised whenever their bytes mean something else."""
+
 _SCALE_BYTES = 4  # float32, one a slot and head for K and one for V
 
 
@@ -23,14 +26,21 @@ def check_kv_cache_dtype(value: object) -> None:
         raise ConfigError(f"kv_cache_dtype must be one of {shown}, not {value!r}.", param="kv_cache_dtype")
 
 
-def kv_layer_bytes(kv_heads: int, head_dim: int, kv_cache_dtype: KVCacheDtype) -> int:
-    """Bytes of one layer in one block of the cpu backend: K and V of 16 slots (``native/kernels.h``)."""
+def kv_head_bytes(head_dim: int, kv_cache_dtype: KVCacheDtype) -> tuple[int, int]:
+    """Bytes of one head's keys, and of its values, in one block of the cpu backend (``native/kernels.h``)."""
     from headrace.backend.batch import BLOCK_SIZE  # and numpy, which the settings alone do not need
 
     if kv_cache_dtype != "int8":
-        return 2 * BLOCK_SIZE * kv_heads * head_dim * 2
-    key_bytes = -(-head_dim // 4) * 4
-    return BLOCK_SIZE * kv_heads * (key_bytes + head_dim + 2 * _SCALE_BYTES)
+        return 2 * BLOCK_SIZE * head_dim, 2 * BLOCK_SIZE * head_dim
+    return (
+        BLOCK_SIZE * (-(-head_dim // 4) * 4 + _SCALE_BYTES),
+        BLOCK_SIZE * (head_dim + _SCALE_BYTES),
+    )
+
+
+def kv_layer_bytes(kv_heads: int, head_dim: int, kv_cache_dtype: KVCacheDtype) -> int:
+    """Bytes of one layer in one block of the cpu backend: K and V of 16 slots."""
+    return kv_heads * sum(kv_head_bytes(head_dim, kv_cache_dtype))
 
 
 def kv_block_bytes(group: KVGroup, kv_cache_dtype: KVCacheDtype) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.backend.batch import Batch, StepResult
 from headrace.backend.kv_format import KVCacheDtype
 from headrace.model.architecture import Architecture
@@ -51,9 +54,22 @@ class Runner(Protocol):
 
     architecture: Architecture
     capabilities: Capabilities
+    block_bytes: tuple[int, ...]  # of one KV block in each group, as read_blocks gives it
 
     def run(self, batch: Batch) -> StepResult:
         """Execute one step: write K and V of every token, sample every logit row. Blocking."""
+        ...
+
+    def read_blocks(self, group: int, blocks: list[int]) -> NDArray[np.uint8]:
+        """A copy of KV blocks, ``[len(blocks), block_bytes[group]]``, in the backend's own layout.
+
+        Between steps only. What comes back through :meth:`write_blocks`, into any blocks of the group, is
+        the same K and V, bit by bit, in every runner of equal ``fingerprint`` and ``block_bytes``.
+        """
+        ...
+
+    def write_blocks(self, group: int, blocks: list[int], data: NDArray[np.uint8]) -> None:
+        """Fill KV blocks with what :meth:`read_blocks` gave. Between steps only."""
         ...
 
     def close(self) -> None:

@@ -38,6 +38,13 @@ KVCacheDtype = Annotated[
         help="What keys and values are kept in; auto = bfloat16. int8 holds nearly twice the tokens."
     ),
 ]
+SwapSpace = Annotated[
+    float, typer.Option(min=0.0, metavar="GIB", help="Room for KV blocks that give way; 0: none.")
+]
+KVTierPath = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="File, or folder, that keeps them for the next start (4 GiB)."),
+]
 Threads = Annotated[int, typer.Option(min=0, help="Compute threads; 0 = one per usable core.")]
 Backend = Annotated[
     Literal["cpu", "torch"], typer.Option(help="What computes. torch is experimental on devices.")
@@ -126,8 +133,10 @@ __all__ = [
     "Device",
     "KVCacheDtype",
     "KVCacheMemory",
+    "KVTierPath",
     "MaxModelLen",
     "Quantization",
+    "SwapSpace",
     "Threads",
     "load",
     "size_bytes",

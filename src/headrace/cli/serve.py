@@ -56,6 +56,8 @@ def serve(
     quantization: options.Quantization = None,
     kv_cache_memory: options.KVCacheMemory = options.DEFAULT_KV_CACHE,
     kv_cache_dtype: options.KVCacheDtype = "auto",
+    swap_space: options.SwapSpace = 0.0,
+    kv_tier_path: options.KVTierPath = None,
     max_num_seqs: Annotated[
         int, typer.Option(min=1, max=4096, help="Sequences that run at once.")
     ] = _DEFAULTS.max_num_seqs,
@@ -127,6 +129,8 @@ def serve(
         kv_cache_memory_bytes=options.size_bytes(kv_cache_memory, "--kv-cache-memory"),
         enable_prefix_caching=prefix_caching,
         kv_cache_dtype=kv_cache_dtype,
+        swap_space=swap_space,
+        kv_tier_path=kv_tier_path,
     )
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,

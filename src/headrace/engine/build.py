@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, Sp
 from headrace.engine.draft_build import plan_draft
 from headrace.engine.engine import Engine
 from headrace.engine.kv_cache import blocks_for
+from headrace.engine.kv_tier_build import open_tier
 from headrace.engine.memory import block_bytes, check_memory, group_block_bytes
 from headrace.errors import ConfigError
 from headrace.model.architecture import Architecture
@@ -22,6 +24,7 @@ from headrace.model.architecture import Architecture
 SPARE_LOGIT_ROWS = 32  # of a step beyond one a sequence, shared by drafts and prompt logprobs
 MAX_DRAFT_TOKENS = 64
 MAX_LOOKUP = 64
+MAX_SWAP_SPACE = 2**20
 
 
 class CheckpointSpec(msgspec.Struct, kw_only=True, tag="checkpoint"):
@@ -112,10 +115,18 @@ def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: 
     draft = plan_draft(scheduler.speculative, architecture, settings)
     if model.backend == "cpu":  # torch asks its own device
         check_memory(checkpoint, model, settings, draft)
-    runner = open_runner(checkpoint, model.backend, settings)
     caching = cache.enable_prefix_caching
-    drafter = None if draft is None else draft.open(model.backend, architecture.vocab_size, caching)
-    return Engine(runner, settings, scheduler, prefix_caching=caching, seed=model.seed, drafter=drafter)
+    with contextlib.ExitStack() as opened:
+        runner = open_runner(checkpoint, model.backend, settings)
+        opened.callback(runner.close)
+        tier = open_tier(cache, runner, model.device)
+        if tier is not None:
+            opened.callback(tier.close)
+        drafter = None if draft is None else draft.open(model.backend, architecture.vocab_size, caching)
+        opened.pop_all()
+    return Engine(
+        runner, settings, scheduler, prefix_caching=caching, seed=model.seed, drafter=drafter, tier=tier
+    )
 
 
 def blocks_in_pool(architecture: Architecture, cache: CacheConfig) -> int:
@@ -191,6 +202,22 @@ def check_cache_config(cache: CacheConfig) -> None:
     _whole("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1)
     _one_of("enable_prefix_caching", cache.enable_prefix_caching, (True, False))
     _seconds_or_size("swap_space", cache.swap_space)
+    if cache.swap_space > MAX_SWAP_SPACE:
+        raise ConfigError(
+            f"swap_space must be a number from 0 to {MAX_SWAP_SPACE} GiB, not {cache.swap_space:g}.",
+            param="swap_space",
+        )
+    path = cache.kv_tier_path
+    if path is not None and not (type(path) is str and path and "\0" not in path):
+        raise ConfigError(
+            f"kv_tier_path must be the path of a file or folder, not {path!r}.", param="kv_tier_path"
+        )
+    if path is not None and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "kv_tier_path (--kv-tier-path) keeps what prefix caching finds again: leave prefix caching on, "
+            "or the path out.",
+            param="kv_tier_path",
+        )
     check_kv_cache_dtype(cache.kv_cache_dtype)
 
 

@@ -34,6 +34,8 @@ class ModelConfig:
 class CacheConfig:
     """The KV cache: ``kv_cache_memory_bytes`` bounds the pool, ``swap_space`` (GiB) the second tier.
 
+    ``kv_tier_path``: a file, or a folder of one for each model, that holds the second tier and is found again
+    by the next engine; without ``swap_space`` it may have 4 GiB.
     ``kv_cache_dtype``: what keys and values are kept in; "auto" is bfloat16 on the cpu backend.
     """
 
@@ -42,6 +44,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     swap_space: float = 0.0
     kv_cache_dtype: KVCacheDtype = "auto"
+    kv_tier_path: str | None = None
 
 
 _OF_NGRAM = ("prompt_lookup_max", "prompt_lookup_min")

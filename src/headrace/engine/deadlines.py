@@ -66,7 +66,7 @@ class Deadlines:
         found: dict[Request, str] = {}
         running_tokens = 0
         for seq in running:
-            lacking = seq.num_lacking - 1
+            lacking = seq.num_lacking - seq.num_loading - 1
             self._judge(seq, now, 0, lacking, step_tokens, tokens_per_step, found)
             running_tokens += lacking
             looked_at += 1

@@ -13,10 +13,13 @@ from headrace.engine.config import SchedulerConfig
 from headrace.engine.drafter import Drafter
 from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
+from headrace.engine.kv_tier import KVTier
 from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.validate import EngineLimits
 from headrace.errors import InvalidRequestError
+
+_NAP_S = 0.005  # while all there is to do is to wait for the second tier
 
 
 class Engine:
@@ -25,7 +28,8 @@ class Engine:
     ``settings`` are those the runner was opened with. ``seed`` starts the generator that seeds requests
     without a seed of their own; None takes it from the operating system. ``clock``: seconds; requests'
     arrival times are read off the same one. ``drafter``: who guesses, and closes with the engine; None = as
-    ``config.speculative`` says, which then asks for prompt lookup or nothing.
+    ``config.speculative`` says, which then asks for prompt lookup or nothing. ``tier``: where blocks of
+    ``runner`` go that must give way; it closes with the engine.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Engine:
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
+        tier: KVTier | None = None,
     ) -> None:
         architecture = runner.architecture
         pool_tokens = settings.num_blocks * BLOCK_SIZE
@@ -61,6 +66,7 @@ class Engine:
             prefix_caching=prefix_caching and not self.limits.embeds,
             windows=tuple(group.window for group in architecture.kv_groups),
             group_blocks=settings.group_blocks,
+            tier=tier,
         )
         self.scheduler = Scheduler(
             config,
@@ -70,6 +76,7 @@ class Engine:
             max_logit_rows=settings.max_logit_rows,
             whole=self.limits.embeds,
             drafter=drafter,
+            cost=None if tier is None else tier.step_cost,
             clock=clock,
         )
         self._clock = clock
@@ -77,6 +84,7 @@ class Engine:
         self._num_steps = 0
         self._step_seconds = 0.0
         self._batch_tokens = 0
+        self._is_closed = False
 
     @property
     def has_work(self) -> bool:
@@ -110,6 +118,8 @@ class Engine:
         outputs = self.scheduler.expire(start)
         batch = self.scheduler.schedule(start)
         if batch is None:
+            if self.kv_cache.tier is not None:
+                self.kv_cache.tier.wait(_NAP_S)
             return outputs
         started = self._clock()
         result = self.runner.run(batch)
@@ -129,11 +139,14 @@ class Engine:
             num_blocks=kv_cache.num_blocks,
             num_free_blocks=kv_cache.num_free,
             kv_cache_usage=kv_cache.usage,
-            prefix_cache_queries=scheduler.prefix_queries,
-            prefix_cache_hits=scheduler.prefix_hits,
-            prompt_tokens=scheduler.prompt_tokens,
+            prefix_cache_queries=scheduler.entries.prefix_queries,
+            prefix_cache_hits=scheduler.entries.prefix_hits,
+            prompt_tokens=scheduler.entries.prompt_tokens,
             generation_tokens=scheduler.generation_tokens,
             num_preemptions=scheduler.num_preemptions,
+            preemptions_swapped=scheduler.entries.swapped,
+            preemptions_recomputed=scheduler.entries.recomputed,
+            **self._tier_stats(),
             deadlines_missed=scheduler.deadlines_missed,
             deadlines_refused=scheduler.deadlines_refused,
             num_tenants=scheduler.num_tenants,
@@ -156,8 +169,34 @@ class Engine:
             "draft_tokens_accepted_per_position": list(speculation.accepted_per_position),
         }
 
-    def close(self) -> None:
-        """Release the runner, and the drafter's. Closing twice is fine."""
-        if self.scheduler.speculation is not None:
-            self.scheduler.speculation.close()
-        self.runner.close()
+    def _tier_stats(self) -> dict[str, Any]:
+        tier = self.kv_cache.tier
+        if tier is None:
+            return {}
+        return {
+            "num_tier_blocks": tier.num_blocks,
+            "num_tier_blocks_used": tier.num_used,
+            "tier_hits": tier.counts.hits,
+            "tier_spills": tier.counts.spills,
+            "tier_failures": tier.counts.failures,
+            "tier_read_bytes": tier.counts.read_bytes,
+            "tier_written_bytes": tier.counts.written_bytes,
+        }
+
+    def close(self, *, save: bool = True) -> None:
+        """Release the runner, the drafter's and the second tier. Closing twice is fine.
+
+        ``save``: the cached blocks go to the second tier first, if that outlives the engine.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if save:
+                self.kv_cache.save()
+        finally:
+            if self.kv_cache.tier is not None:
+                self.kv_cache.tier.close()
+            if self.scheduler.speculation is not None:
+                self.scheduler.speculation.close()
+            self.runner.close()

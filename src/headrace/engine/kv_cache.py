@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend.batch import BLOCK_SIZE, Int32
-from headrace.engine.kv_group import KVGroup
+from headrace.engine.kv_check import check_kv_cache
+from headrace.engine.kv_group import KVGroup, num_complete
+from headrace.engine.kv_tier import KVTier
+from headrace.engine.kv_tier_loads import TierLoads
 from headrace.engine.prefix_cache import NO_BLOCK, CachedBlock, PrefixCache, block_key, root_key
 from headrace.engine.sequence import Sequence
-from headrace.errors import HeadraceError
 
 _BLOCK_BITS = BLOCK_SIZE.bit_length() - 1
 
@@ -31,6 +31,10 @@ class KVCache:
     Groups without a window hold whole sequences, and their pools have ``num_blocks`` each. Where
     ``group_blocks`` are given, groups with a window keep only what it still shows (:class:`KVGroup`); a
     prefix is found as far as they have the end of it.
+
+    With a second tier (:class:`KVTier`), what must give way goes there, and a sequence that enters gets from
+    there what follows its prefix: it has its blocks at once, and is to compute nothing until they are filled.
+    Without prefix caching that holds for sequences that were preempted only.
     """
 
     def __init__(
@@ -43,12 +47,14 @@ class KVCache:
         prefix_caching: bool = True,
         windows: tuple[int | None, ...] = (),
         group_blocks: tuple[int, ...] = (),
+        tier: KVTier | None = None,
     ) -> None:
         """``windows`` and ``group_blocks``: of each group, both or neither; at least one has no window."""
         self.num_blocks = num_blocks
         self.max_sequences = max_sequences
         self.prefix_cache = PrefixCache()
         self.prefix_caching = prefix_caching
+        self.tier = tier
         shape = (max_sequences, blocks_for(max_model_len))
         if not group_blocks:
             windows, group_blocks = (None,) * num_groups, (num_blocks,) * num_groups
@@ -63,6 +69,7 @@ class KVCache:
         self._num_held = [0] * max_sequences  # logical blocks of each row
         self._cached: list[list[CachedBlock]] = [[] for _ in range(max_sequences)]  # leading ones of each row
         self._sequences: dict[int, Sequence] = {}
+        self._loads = None if tier is None else TierLoads(tier, self.groups)
 
     @property
     def num_free(self) -> int:
@@ -88,7 +95,7 @@ class KVCache:
         At least its last token stays to be computed: that is where its next token is sampled. Blocks are
         whole, so of a full hit the last block is computed again, into a block of its own.
         """
-        if not self.prefix_caching or seq.lacks_prompt_logprobs:  # those come of computing the whole prompt
+        if not self._may_find(seq):
             return []
         cache = self.prefix_cache
         if seq.waits_for is not None and cache.is_computing(seq.waits_for):
@@ -99,11 +106,15 @@ class KVCache:
         found: list[CachedBlock] = []
         parent: CachedBlock | None = None
         for index in range(usable):
-            parent = cache.find(keys[index], parent, _block_tokens(seq, index), seq.request.cache_salt)
+            parent = cache.find(keys[index], parent, seq.block_tokens(index), seq.request.cache_salt)
             if parent is None:
                 break
             found.append(parent)
-        del found[self._num_complete(found) :]
+
+        def lacks(index: int, group: int) -> bool:
+            return found[index].blocks[group] == NO_BLOCK
+
+        del found[num_complete(self._windowed, len(found), lacks) :]
         for index in range(len(found), usable):
             if not cache.is_computing(keys[index]):
                 break
@@ -115,14 +126,17 @@ class KVCache:
 
         Its blocks are added to ``seen``.
         """
-        if not self.prefix_caching or seq.lacks_prompt_logprobs:
+        if not self._may_find(seq):
             return 0
-        cache = self.prefix_cache
+        cache, tier = self.prefix_cache, self.tier
         usable = (seq.num_tokens - 1) // BLOCK_SIZE
         keys = self._keys(seq, usable)
         count = 0
         while count < usable and (
-            keys[count] in seen or cache.holds(keys[count]) or cache.is_computing(keys[count])
+            keys[count] in seen
+            or cache.holds(keys[count])
+            or cache.is_computing(keys[count])
+            or (tier is not None and tier.holds(keys[count]))
         ):
             count += 1
         seen.update(keys[count:usable])
@@ -139,31 +153,52 @@ class KVCache:
     def admit(self, seq: Sequence, prefix: list[CachedBlock], *, headroom: int = 0) -> bool:
         """Give ``seq`` (whose row is set) blocks for all of its tokens, the first of them from ``prefix``.
 
-        False, and nothing changed, unless ``headroom`` blocks would stay available.
+        False, and nothing changed, unless ``headroom`` blocks would stay available. Of the rest, what the
+        second tier has begins to be read: ``num_loading`` tokens, until :meth:`take_in` has put them there.
         """
-        own = blocks_for(seq.num_tokens) - len(prefix)
-        row, start = seq.row, len(prefix) * BLOCK_SIZE
+        row, start, count = seq.row, len(prefix), blocks_for(seq.num_tokens)
+        coming = []
+        if self._loads is not None and self._may_find(seq):
+            usable = (seq.num_tokens - 1) // BLOCK_SIZE
+            coming = self._loads.find(seq, self._keys(seq, usable)[:usable], start)
+        ready = (start + len(coming)) * BLOCK_SIZE
         unused = sum(block.users == 0 for block in prefix)
-        room = [self.num_free - unused]
-        for group in self._windowed:
-            idle = sum(block in group.idle for block in prefix[group.first_seen(start) :])
-            room.append(group.num_free - idle)
-        if own + headroom > min(room):
+        if count - start + headroom > self.num_free - unused:
             return False
         for group in self._windowed:
-            group.skip(row, group.first_seen(start))
+            first = group.first_seen(ready)
+            idle = sum(block in group.idle for block in prefix[first:])
+            if count - max(start, first) + headroom > group.num_free - idle:
+                return False
+        seq.num_loading = seq.num_loaded = 0
+        if self._loads is not None and coming:  # before others take its place there
+            self._loads.begin(seq, start, coming)
+        for group in self._windowed:
+            group.skip(row, group.first_seen(ready))
         for index, block in enumerate(prefix):
             self._attach(row, index, block)
         self._cached[row] = list(prefix)
-        self._num_held[row] = len(prefix)
+        self._num_held[row] = start
         self._sequences[row] = seq
-        self._take(row, own)
-        seq.num_computed_tokens = start
+        self._take(row, count - start)
+        seq.num_computed_tokens = start * BLOCK_SIZE
         if self.prefix_caching:
             keys = self._keys(seq, seq.num_tokens // BLOCK_SIZE)
-            for key in keys[len(prefix) :]:
+            for key in keys[start:]:
                 self.prefix_cache.announce(key, row)
+        if coming:
+            self._take_in(seq)
         return True
+
+    def take_in(self) -> list[Sequence]:
+        """Put what the second tier has read into blocks; returns the sequences for which nothing more comes.
+
+        One that still has ``num_loading`` then was promised what could not be read: release it.
+        """
+        if self.tier is None or self._loads is None:
+            return []
+        self.tier.poll()
+        return [seq for seq, _, _ in list(self._loads.by_row.values()) if self._take_in(seq)]
 
     def lacks_blocks(self, seq: Sequence) -> bool:
         """Whether the tables do not cover all of the sequence's tokens yet."""
@@ -190,7 +225,7 @@ class KVCache:
         takes the cached block and gives its own back.
         """
         full = seq.num_computed_tokens // BLOCK_SIZE
-        if self.prefix_caching and full > len(self._cached[seq.row]):
+        if (self.prefix_caching or self.tier is not None) and full > len(self._cached[seq.row]):
             self._publish(seq, full)
         for group in self._windowed:
             self._pass_by(group, seq)
@@ -200,7 +235,7 @@ class KVCache:
         cache, salt = self.prefix_cache, seq.request.cache_salt
         keys = self._keys(seq, full)
         for index in range(len(cached), full):
-            key, tokens = keys[index], _block_tokens(seq, index)
+            key, tokens = keys[index], seq.block_tokens(index)
             parent = cached[-1] if cached else None
             cache.withdraw(key, row)
             block = cache.find(key, parent, tokens, salt)
@@ -222,6 +257,9 @@ class KVCache:
         row = seq.row
         cached = self._cached[row]
         held = self._num_held[row]
+        if self._loads is not None and row in self._loads.by_row:
+            self._loads.end(row)
+        seq.num_loading = 0
         for group in self.groups:
             for index in range(held - 1, max(len(cached), group.first[row]) - 1, -1):
                 group.give_back(row, index)
@@ -235,6 +273,16 @@ class KVCache:
         self._num_held[row] = 0
         self._cached[row] = []
         del self._sequences[row]
+
+    def save(self) -> None:
+        """Put all that is cached into the second tier as well, if that is kept for the next process."""
+        if self.tier is None or not self.tier.is_kept or not self.prefix_caching:
+            return
+        cache = self.prefix_cache
+        used = [block for block in cache.all_blocks() if block.users > 0]
+        blocks = [*cache.unused_blocks(), *reversed(used)]  # children before their parents, as they would go
+        for block in blocks[-self.tier.num_blocks :]:
+            self.tier.spill(block, patient=True)
 
     # What a Batch needs
 
@@ -255,38 +303,51 @@ class KVCache:
         if len(keys) < count:
             parent = keys[-1] if keys else root_key(seq.request.cache_salt)
             for index in range(len(keys), count):
-                parent = block_key(parent, _block_tokens(seq, index))
+                parent = block_key(parent, seq.block_tokens(index))
                 keys.append(parent)
         return keys
 
-    def _num_complete(self, found: list[CachedBlock]) -> int:
-        """How many of a chain's blocks a sequence can start behind: every group has what it will see."""
-        count = len(found)
-        while missing := [
-            index
-            for group in self._windowed
-            for index in range(group.first_seen(count * BLOCK_SIZE), count)
-            if found[index].blocks[group.index] == NO_BLOCK
-        ]:
-            count = min(missing)  # whoever starts behind it, up to here, would see it as well
-        return count
+    def _may_find(self, seq: Sequence) -> bool:
+        """Whether it can start from what others, or itself before it was preempted, have computed."""
+        if seq.lacks_prompt_logprobs:  # those come of computing the whole prompt
+            return False
+        return self.prefix_caching or (self.tier is not None and not seq.is_new)
+
+    def _take_in(self, seq: Sequence) -> bool:
+        """Whether nothing more comes from the second tier for ``seq``."""
+        assert self._loads is not None
+        while self._loads.fill(seq.row):
+            self.commit(seq)
+        if not self._loads.is_over(seq.row):
+            return False
+        self._loads.end(seq.row)
+        return True
 
     def _take(self, row: int, count: int) -> None:
         held = self._num_held[row]
         for index in range(held, held + count):
             for group in self.groups:
+                if index < group.first[row]:
+                    continue
                 if group.pool.num_free == 0:
                     if group.window is None:
                         self._evict()
                     else:
-                        group.drop_idle()
+                        self._drop_idle(group)
                 group.table[row, index] = group.pool.take()
         self._num_held[row] = held + count
 
     def _evict(self) -> None:
         block = self.prefix_cache.evict()
+        if self.tier is not None:
+            self.tier.spill(block)
         for group in self.groups:
             group.forget(block)
+
+    def _drop_idle(self, group: KVGroup) -> None:
+        if self.tier is not None:
+            self.tier.spill(next(iter(group.idle)))
+        group.drop_idle()
 
     def _attach(self, row: int, index: int, block: CachedBlock) -> None:
         """A sequence starts with a cached block, of which each group takes what it will see."""
@@ -319,75 +380,10 @@ class KVCache:
             group.table[row, index] = group.empty
         group.first[row] = max(seen, group.first[row])
 
-    # Proof
-
     def check(self) -> None:
         """Prove that nothing leaked: raises HeadraceError naming the first inconsistency.
 
         In every group ``free + cached + used == total``, each block's references are the tables' own, and
-        what can be evicted, announced or found is exactly what should be.
+        what can be evicted, announced or found is exactly what should be; the second tier's slots likewise.
         """
-        cache = self.prefix_cache
-        blocks = cache.all_blocks()
-        unused = cache.unused_blocks()
-        _prove(
-            set(unused) == {b for b in blocks if b.users == 0}, "the eviction queue is not the unused blocks"
-        )
-        users = Counter(block for row in self._sequences for block in self._cached[row])
-        _prove(all(b.users == users[b] for b in blocks), "a cached block's users are not its sequences")
-        _prove(set(users) <= set(blocks), "a sequence uses a block that the cache has forgotten")
-        place = {block: index for index, block in enumerate(unused)}
-        for block in blocks:
-            parent = block.parent
-            _prove(parent is None or cache.holds(parent.key), "a cached block has lost its parent")
-            if parent in place:
-                _prove(block in place and place[block] < place[parent], "a parent would go before its child")
-        _prove(cache.announced_rows() <= set(self._sequences), "a block is announced by nobody")
-        held = np.array(self._num_held, np.int32)
-        _prove(
-            set(np.flatnonzero(held).tolist()) <= set(self._sequences),
-            "a row without a sequence holds blocks",
-        )
-        for group in self.groups:
-            self._check_group(group, held, blocks)
-
-    def _check_group(self, group: KVGroup, held: Int32, blocks: list[CachedBlock]) -> None:
-        where, pool, table = f"KV group {group.index}: ", group.pool, group.table
-        index, first = np.arange(table.shape[1]), np.array(group.first)[:, None]
-        own = index < held[:, None]
-        _prove(not table[~own].any(), where + "a table has stale blocks")
-        _prove(bool((table[index < first] == group.empty).all()), where + "a block outlived its window")
-        for row, seq in self._sequences.items():
-            start = group.first[row]
-            _prove(
-                start == group.first_seen(seq.num_computed_tokens), where + f"row {row} keeps a wrong window"
-            )
-            prefix = [block.blocks[group.index] for block in self._cached[row]]
-            _prove(
-                table[row, start : len(prefix)].tolist() == prefix[start:],
-                where + f"row {row} strayed from its prefix",
-            )
-        references = np.bincount(table[own & (index >= first)], minlength=pool.num_blocks)
-        _prove(references.tolist() == pool.references, where + "reference counts differ from the tables'")
-        free, used = pool.free_blocks(), set(np.flatnonzero(references).tolist())
-        here = [block for block in blocks if block.blocks[group.index] != NO_BLOCK]
-        known = [block.blocks[group.index] for block in here]
-        cached = set(known) - used
-        idle = {block for block in here if block.blocks[group.index] in cached}
-        _prove(group.window is None or set(group.idle) == idle, where + "idle blocks are not those unused")
-        _prove(len(set(free)) == len(free), where + "a block is free twice")
-        _prove(len(set(known)) == len(known), where + "a block is cached twice")
-        _prove(not set(free) & (used | cached), where + "a block is free and in use")
-        _prove(
-            len(free) + len(cached) + len(used) == pool.num_blocks,
-            where + f"{len(free)} free + {len(cached)} cached + {len(used)} used != {pool.num_blocks}",
-        )
-
-
-def _block_tokens(seq: Sequence, index: int) -> bytes:
-    return seq.tokens(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE).tobytes()
-
-
-def _prove(holds: bool, what: str) -> None:
-    if not holds:
-        raise HeadraceError(f"The KV cache is inconsistent: {what}.")
+        check_kv_cache(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -83,3 +84,20 @@ class KVGroup:
         """The row's sequence is gone."""
         self.table[row, :held] = 0
         self.first[row] = 0
+
+
+def num_complete(groups: Iterable[KVGroup], count: int, lacks: Callable[[int, int], bool]) -> int:
+    """How many of a chain's ``count`` blocks a sequence can start behind: every group has what it will see.
+
+    ``lacks``: whether a block, by its index, is missing in a group, by its index. Groups without a window
+    lack nothing.
+    """
+    windowed = [group for group in groups if group.window is not None]
+    while missing := [
+        index
+        for group in windowed
+        for index in range(group.first_seen(count * BLOCK_SIZE), count)
+        if lacks(index, group.index)
+    ]:
+        count = min(missing)  # whoever starts behind it, up to here, would see it as well
+    return count

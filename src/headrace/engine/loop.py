@@ -84,7 +84,7 @@ class EngineLoop:
             _log.critical("The engine died.", exc_info=caught)
             error = caught
         try:
-            self._engine.close()
+            self._engine.close(save=error is None)  # what broke may have broken blocks
         finally:
             self._on_end(error)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 
-KEY_BYTES = 16
+KEY_BYTES = 32  # no two texts are ever found that have one key, also not by whoever tries
 NO_BLOCK = -1  # of a group whose window has passed it and that needed the room
 
 

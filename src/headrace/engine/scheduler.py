@@ -13,6 +13,7 @@ from headrace.engine.assemble import assemble
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.deadlines import Deadlines
 from headrace.engine.drafter import Drafter
+from headrace.engine.entries import Entries
 from headrace.engine.grammar import Grammar
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.outcome import NOT_FINITE, Outcome, StepOutcomes, why_failed
@@ -45,6 +46,9 @@ class Scheduler:
     :meth:`schedule`, which gives it only what nobody else wants, to :meth:`commit`, which keeps of it what
     was sampled anyway. None of this changes a token of any answer.
 
+    A sequence whose blocks come from the second tier has no share of the steps until they are there. So one
+    that was preempted is swapped or computed again, whichever seems to be sooner done (``kv_tier.py``).
+
     ``whole``: for encoders, which need all of a sequence's tokens in one step; it ends with that step.
     """
 
@@ -58,19 +62,19 @@ class Scheduler:
         max_logit_rows: int,
         whole: bool = False,
         drafter: Drafter | None = None,
+        cost: StepCost | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``cost``: what steps cost, for others to look at; None: nobody else does."""
         self._whole = whole
         self.max_model_len = max_model_len
         self.num_preemptions = 0
-        self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.entries = Entries(prefix_caching=kv_cache.prefix_caching)
         self.deadlines_missed = 0
         self.deadlines_refused = 0
         self.step_budget = 0
-        cost = StepCost()
+        cost = cost or StepCost()
         speculative = config.speculative
         self.speculation = None if speculative is None else Speculation(speculative, cost, drafter, clock)
         self._drafted = 0 if speculative is None else speculative.num_speculative_tokens
@@ -170,10 +174,13 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch | None:
         """The next step's work, or None when there is none. :meth:`commit` must follow every Batch."""
+        self._take_in_loaded()
         self._make_room()
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for seq in self._running:
+            if seq.num_loading:
+                continue
             lacks_one = seq.num_tokens - seq.num_computed_tokens == 1 and not seq.lacks_prompt_logprobs
             (decodes if lacks_one else prompts).append(seq)
         share = Share(self._config.max_num_batched_tokens, self._spare_rows)
@@ -212,6 +219,14 @@ class Scheduler:
 
     # Inside
 
+    def _take_in_loaded(self) -> None:
+        """Go on with sequences whose blocks have come from the second tier."""
+        for seq in self._kv.take_in():
+            if seq.num_loading:  # a block could not be read: it is looked for, and computed, like any other
+                self._send_back(seq)
+            else:
+                self.entries.found(seq)
+
     def _make_room(self) -> None:
         """Blocks for every running sequence's next token, if need be at the expense of a later one."""
         short = [seq for seq in self._running if self._kv.lacks_blocks(seq)]
@@ -225,12 +240,16 @@ class Scheduler:
         return min(reversed(behind), key=self._kv.num_lost, default=seq)
 
     def _preempt(self, seq: Sequence) -> None:
+        self._send_back(seq)
+        self.num_preemptions += 1
+
+    def _send_back(self, seq: Sequence) -> None:
+        """From the running sequences to its place in the waiting line."""
         self._kv.release(seq)
         self._running.remove(seq)
         self._free_row(seq)
         seq.num_computed_tokens = 0
         self._waiting.add(seq)
-        self.num_preemptions += 1
 
     def _draft(self, speculation: Speculation, decodes: list[Sequence], share: Share) -> int:
         """Place drafts behind the tokens of those that decode; returns how many tokens they have."""
@@ -277,7 +296,7 @@ class Scheduler:
                 newcomer = None
             if newcomer is not None and (seq is None or line.goes_first(newcomer, seq, now)):
                 entered = self._admit(newcomer, share, now)
-                if entered:
+                if entered and not newcomer.num_loading:
                     yield newcomer
                 newcomer = None if entered is None else next(entering, None)
             elif seq is not None:
@@ -305,25 +324,12 @@ class Scheduler:
             seq.row = -1
             return None
         self._free_rows.pop()
-        self._note_start(seq, now)
+        self.entries.begin(seq, self._waiting, now)
+        if not seq.num_loading:
+            self.entries.found(seq)
         insort(self._running, seq, key=_by_rank)
         self._rows.fill(seq)
         return True
-
-    def _note_start(self, seq: Sequence, now: float) -> None:
-        """``seq`` leaves the waiting line, maybe for the first time."""
-        if seq.first_scheduled_time is not None:
-            self._waiting.admitted(seq, 0, now)
-            return
-        seq.first_scheduled_time = now
-        seq.num_cached_tokens = seq.num_computed_tokens
-        self._waiting.admitted(seq, seq.num_prompt_tokens - seq.num_cached_tokens, now)
-        if self._kv.prefix_caching:
-            self.prefix_queries += seq.num_prompt_tokens
-            self.prefix_hits += seq.num_cached_tokens
-        if not seq.request.was_scheduled:
-            seq.request.was_scheduled = True
-            self.prompt_tokens += seq.num_prompt_tokens
 
     def _report(self, seq: Sequence, outcome: Outcome, now: float) -> EngineOutput | None:
         """What the step did for ``seq``: its news, if there is any."""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend.batch import Float32, Int32
+from headrace.backend.batch import BLOCK_SIZE, Float32, Int32
 from headrace.engine.grammar import Grammar
 from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
 
@@ -168,11 +168,14 @@ class Sequence:
         "choice",
         "first_scheduled_time",
         "first_token_time",
+        "is_new",
         "is_plain",
         "matcher",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_draft_tokens",
+        "num_loaded",
+        "num_loading",
         "num_logit_rows",
         "num_promised",
         "num_prompt_tokens",
@@ -202,7 +205,10 @@ class Sequence:
         self.row = -1  # in the block tables and the sampling rows; scheduler; -1 = not running
         self.block_keys: list[bytes] = []  # of the leading full blocks; KVCache, as far as it needed them
         self.waits_for: bytes | None = None  # block that another sequence is computing; KVCache
-        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
+        self.is_new = True  # until it has been told how many of its tokens need not be computed; scheduler
+        self.num_loading = 0  # tokens, behind the computed ones, that come from the second tier; KVCache
+        self.num_loaded = 0  # tokens that came from there when it last entered; KVCache
+        self.num_cached_tokens = 0  # prompt tokens found in either tier at first admission
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         params = request.params
@@ -245,6 +251,10 @@ class Sequence:
     def tokens(self, start: int, stop: int) -> Int32:
         """A view of token ids ``start:stop``; ``stop`` is at most ``num_tokens``."""
         return self._tokens[start:stop]
+
+    def block_tokens(self, index: int) -> bytes:
+        """The tokens of a full block, as the prefix cache has them."""
+        return self._tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE].tobytes()
 
     def append(self, token: int) -> None:
         """Add a sampled token."""

@@ -8,7 +8,6 @@ import itertools
 import os
 import threading
 import time
-import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -377,8 +376,6 @@ def open_frontend(
     """
     from headrace.model import store
 
-    if cache.swap_space:
-        warnings.warn("swap_space is not used yet: there is no second tier of KV blocks", stacklevel=2)
     path = store.resolve(model.model, progress=progress)
     draft = None
     speculative = scheduler.speculative

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -56,6 +57,7 @@ class LLM:
         enable_prefix_caching: bool | None = None,
         block_size: int | None = None,
         swap_space: float | None = None,
+        kv_tier_path: str | os.PathLike[str] | None = None,
         kv_cache_memory_bytes: int | None = None,
         kv_cache_dtype: str | None = None,
         max_num_seqs: int | None = None,
@@ -91,6 +93,7 @@ class LLM:
             cache_config or CacheConfig(),
             block_size=block_size,
             swap_space=swap_space,
+            kv_tier_path=None if kv_tier_path is None else os.fspath(kv_tier_path),
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=enable_prefix_caching,

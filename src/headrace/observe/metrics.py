@@ -28,6 +28,8 @@ _OURS_ONLY = tuple(
     f"headrace_{name}"
     for name in (
         "kv_blocks",
+        "kv_tier_",
+        "preemptions_",
         "step_",
         "deadlines_",
         "tenants_",
@@ -59,6 +61,15 @@ class Stats(Protocol):
     prompt_tokens: int
     generation_tokens: int
     num_preemptions: int
+    preemptions_swapped: int
+    preemptions_recomputed: int
+    num_tier_blocks: int
+    num_tier_blocks_used: int
+    tier_hits: int
+    tier_spills: int
+    tier_failures: int
+    tier_read_bytes: int
+    tier_written_bytes: int
     deadlines_missed: int
     deadlines_refused: int
     num_tenants: int
@@ -198,6 +209,19 @@ class _EngineCollector(Collector):
         yield self._counter(
             "num_preemptions", "Sequences put back for want of blocks.", stats.num_preemptions
         )
+        yield self._counter(
+            "preemptions_swapped", "Of these: back by the second tier.", stats.preemptions_swapped
+        )
+        yield self._counter(
+            "preemptions_recomputed", "Of these: back by computing.", stats.preemptions_recomputed
+        )
+        yield self._gauge("kv_tier_blocks_total", "KV blocks of the second tier.", stats.num_tier_blocks)
+        yield self._gauge("kv_tier_blocks_used", "Those that hold something.", stats.num_tier_blocks_used)
+        yield self._counter("kv_tier_hits", "KV blocks that came back from it.", stats.tier_hits)
+        yield self._counter("kv_tier_spills", "KV blocks written to it.", stats.tier_spills)
+        yield self._counter("kv_tier_failures", "KV blocks damaged or not readable.", stats.tier_failures)
+        yield self._counter("kv_tier_read_bytes", "Bytes that came back.", stats.tier_read_bytes)
+        yield self._counter("kv_tier_written_bytes", "Bytes written.", stats.tier_written_bytes)
         yield self._counter("deadlines_missed", "Requests ended after timeout_s.", stats.deadlines_missed)
         yield self._counter(
             "deadlines_refused", "Requests ended before it: not to be kept.", stats.deadlines_refused

@@ -15,6 +15,7 @@ from headrace.backend.cpu import _native
 from headrace.backend.cpu.cores import usable_cores
 from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.instruction import INSTRUCTION
+from headrace.backend.cpu.kv_blocks import KvBlocks
 from headrace.backend.cpu.profile import OpProfile, profile_of
 from headrace.backend.cpu.recorder import record
 from headrace.backend.cpu.weights_file import packed_weights
@@ -88,6 +89,12 @@ class CpuRunner:
         )
         self._kv = [_zeros(settings.blocks_of(g) * size + _SPARE) for g, size in enumerate(block_bytes)]
         self._program.bind([weights.data, self._scratch, *self._kv])
+        self._blocks = [
+            KvBlocks(pool[:-_SPARE], settings.blocks_of(g), group, kv_dtype)
+            for g, (pool, group) in enumerate(zip(self._kv, arch.kv_groups, strict=True))
+        ]
+        self.block_bytes = tuple(blocks.block_bytes for blocks in self._blocks)
+        assert self.block_bytes == tuple(block_bytes)
         material = f"{headrace.__version__} {isa} {checkpoint.fingerprint()} {kv_dtype}"
         self.capabilities = Capabilities(
             backend="cpu",
@@ -149,10 +156,18 @@ class CpuRunner:
         finally:
             self._program.set_profiling(False)
 
+    def read_blocks(self, group: int, blocks: list[int]) -> NDArray[np.uint8]:
+        """See :meth:`Runner.read_blocks`."""
+        return self._blocks[group].read(blocks)
+
+    def write_blocks(self, group: int, blocks: list[int], data: NDArray[np.uint8]) -> None:
+        """See :meth:`Runner.write_blocks`."""
+        self._blocks[group].write(blocks, data)
+
     def close(self) -> None:
         """Release threads, weights and KV."""
         self._program = None
-        self._kv = []
+        self._kv, self._blocks = [], []
         self._scratch = self._output = np.empty(0, np.uint8)
 
 

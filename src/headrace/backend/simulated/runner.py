@@ -89,6 +89,7 @@ class SimulatedRunner:
         num_slots = [settings.blocks_of(group) * BLOCK_SIZE for group in range(len(self._windows))]
         self._slot_tokens = [np.full(count, -1, np.int32) for count in num_slots]
         self._slot_positions = [np.full(count, -1, np.int32) for count in num_slots]
+        self.block_bytes = (2 * 4 * BLOCK_SIZE,) * len(self._windows)  # tokens, then positions
         self._logical = np.arange(settings.max_model_len + BLOCK_SIZE, dtype=np.int32)  # positions
         self._block_of, self._offset_of = np.divmod(self._logical, BLOCK_SIZE)
         self._weights = _mix((self._logical.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
@@ -119,6 +120,18 @@ class SimulatedRunner:
             state = _mix(np.add.reduce(terms, axis=1) + state + np.uint64(group))
         bits = _mix(self._vocabulary + state[:, None]) >> np.uint64(40)
         return bits.astype(np.float32) * np.float32(16 / 2**24) - np.float32(8)
+
+    def read_blocks(self, group: int, blocks: list[int]) -> NDArray[np.uint8]:
+        """See :meth:`Runner.read_blocks`."""
+        kept = (self._slot_tokens[group], self._slot_positions[group])
+        halves = [slots.reshape(-1, BLOCK_SIZE)[blocks] for slots in kept]
+        return np.concatenate(halves, axis=1).view(np.uint8)
+
+    def write_blocks(self, group: int, blocks: list[int], data: NDArray[np.uint8]) -> None:
+        """See :meth:`Runner.write_blocks`."""
+        halves = data.view(np.int32).reshape(len(blocks), 2, BLOCK_SIZE)
+        self._slot_tokens[group].reshape(-1, BLOCK_SIZE)[blocks] = halves[:, 0]
+        self._slot_positions[group].reshape(-1, BLOCK_SIZE)[blocks] = halves[:, 1]
 
     def close(self) -> None:
         """Nothing to release."""

@@ -45,6 +45,34 @@ class TorchKV:
         """K and V ``[len(slots), kv_heads, head_dim]``."""
         return self._keys[layer].read(slots), self._values[layer].read(slots)
 
+    def block_bytes(self, group: int) -> int:
+        """Bytes of one block in all layers of a group."""
+        return sum(tensor[:BLOCK_SIZE].numel() * tensor.element_size() for tensor in self._kept_by(group))
+
+    def read_blocks(self, group: int, blocks: list[int]) -> torch.Tensor:
+        """What is kept of blocks, ``[len(blocks), block_bytes]`` of uint8 on the host: layer by layer."""
+        rows = [_by_block(tensor)[blocks].view(torch.uint8) for tensor in self._kept_by(group)]
+        return torch.cat(rows, dim=1).cpu()
+
+    def write_blocks(self, group: int, blocks: list[int], data: torch.Tensor) -> None:
+        """Fill blocks with what :meth:`read_blocks` gave."""
+        start = 0
+        for tensor in self._kept_by(group):
+            by_block = _by_block(tensor)
+            end = start + by_block.shape[1] * tensor.element_size()
+            part = data[:, start:end].contiguous().view(tensor.dtype)
+            by_block[blocks] = part.to(tensor.device)
+            start = end
+
+    def _kept_by(self, group: int) -> list[torch.Tensor]:
+        return [
+            tensor
+            for layer, its_group in enumerate(self.groups)
+            if its_group == group
+            for store in (self._keys[layer], self._values[layer])
+            for tensor in store.kept
+        ]
+
 
 class _Store:
     """Vectors by slot and head, rounded to a float dtype."""
@@ -54,6 +82,7 @@ class _Store:
     ) -> None:
         self._data = torch.zeros(shape, dtype=kept, device=device)
         self._dtype = dtype
+        self.kept = (self._data,)
 
     def write(self, slots: torch.Tensor, vectors: torch.Tensor) -> None:
         self._data[slots] = vectors.to(self._data.dtype)
@@ -74,6 +103,7 @@ class _Int8Store:
     ) -> None:
         self._data = torch.zeros(shape, dtype=torch.int8, device=device)
         self._scales = torch.zeros((*shape[:2], 1), device=device)
+        self.kept = (self._data, self._scales)
         self._dtype = dtype
         self._block = shape[2] & -shape[2]
         self._rotation = _hadamard(self._block).to(device) if rotate else None
@@ -98,6 +128,11 @@ class _Int8Store:
             return vectors
         blocks = vectors.reshape(*vectors.shape[:-1], -1, self._block)
         return (blocks @ self._rotation).flatten(-2)
+
+
+def _by_block(tensor: torch.Tensor) -> torch.Tensor:
+    """``[slots, …]`` as ``[blocks, values of a block]``, a view."""
+    return tensor.view(tensor.shape[0] // BLOCK_SIZE, -1)
 
 
 def _store(

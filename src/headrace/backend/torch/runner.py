@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import headrace
 from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, StepResult, pooled
@@ -51,6 +52,8 @@ class TorchRunner:
         )
         self._weights: dict[str, torch.Tensor] | None = _load(checkpoint, self._device, self._dtype)
         self._kv: TorchKV | None = self._new_kv(num_blocks)
+        groups = range(len(self.architecture.kv_groups))
+        self.block_bytes = tuple(self._kv.block_bytes(group) for group in groups)
         dtype_name = str(self._dtype).removeprefix("torch.")
         kv_dtype = dtype_name if self._kv_cache_dtype == "auto" else self._kv_cache_dtype
         isa = device_name(self._device)
@@ -77,9 +80,7 @@ class TorchRunner:
 
         Of an encoder: its sequences' vectors ``[r, hidden]``.
         """
-        if self._kv is None:
-            raise EngineDeadError("The runner is closed.")
-        return self._forward(TorchStep.from_batch(batch, self._device), self._kv)
+        return self._forward(TorchStep.from_batch(batch, self._device), self._open_kv())
 
     def sequence_logits(self, token_ids: Sequence[int]) -> Float32:
         """Logits ``[len, vocab]`` after every prefix of a sequence, apart from the runner's own KV cache.
@@ -91,6 +92,15 @@ class TorchRunner:
             raise InvalidRequestError(f"token_ids must be one or more ids from 0 to {vocab - 1}.")
         step = TorchStep.whole_sequence(token_ids, len(self.architecture.kv_groups), self._device)
         return self._forward(step, self._new_kv(math.ceil(len(token_ids) / BLOCK_SIZE)))
+
+    def read_blocks(self, group: int, blocks: list[int]) -> NDArray[np.uint8]:
+        """See :meth:`Runner.read_blocks`."""
+        copied: NDArray[np.uint8] = self._open_kv().read_blocks(group, blocks).numpy()
+        return copied
+
+    def write_blocks(self, group: int, blocks: list[int], data: NDArray[np.uint8]) -> None:
+        """See :meth:`Runner.write_blocks`."""
+        self._open_kv().write_blocks(group, blocks, torch.from_numpy(data))
 
     def close(self) -> None:
         """Release weights and KV."""
@@ -106,6 +116,11 @@ class TorchRunner:
             assert ops.output is not None  # every definition ends in sample or pool
             rows: Float32 = ops.output.float().cpu().numpy()
         return np.ascontiguousarray(rows)
+
+    def _open_kv(self) -> TorchKV:
+        if self._kv is None:
+            raise EngineDeadError("The runner is closed.")
+        return self._kv
 
     def _new_kv(self, num_blocks: int) -> TorchKV:
         return TorchKV(
