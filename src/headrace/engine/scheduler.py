@@ -120,7 +120,7 @@ class Scheduler:
             now=now,
             vocab_size=self._vocab_size,
             grammar=grammar,
-            tenant=self._waiting.enter(request.tenant, request.tenant_weight, request.params.n),
+            tenant=self._waiting.enter(request.tenant, request.tenant_weight, len(request.open_choices)),
             aging_s=self._config.priority_aging_s,
         )
         self._num_arrived += 1
@@ -316,6 +316,9 @@ class Scheduler:
             self._waiting.admitted(seq, 0, now)
             return
         seq.first_scheduled_time = now
+        if seq.num_output_tokens:  # it goes on: a process before this one has accounted for its prompt
+            self._waiting.admitted(seq, 0, now)
+            return
         seq.num_cached_tokens = seq.num_computed_tokens
         self._waiting.admitted(seq, seq.num_prompt_tokens - seq.num_cached_tokens, now)
         if self._kv.prefix_caching:
@@ -363,7 +366,8 @@ class Scheduler:
 
     def _expire_waiting(self, now: float) -> list[EngineOutput]:
         limit = self._config.max_queue_time_s
-        fresh = [seq for seq in self._waiting if seq.first_scheduled_time is None]
+        # One that goes on after a restart was accepted long ago.
+        fresh = [seq for seq in self._waiting if seq.first_scheduled_time is None and not seq.request.resumed]
         late = [seq for seq in fresh if seq.request.arrival_time + limit <= now]
         for seq in late:
             self._remove(seq)

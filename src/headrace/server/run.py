@@ -21,6 +21,7 @@ from headrace.web.run import Server, uvicorn_config
 if TYPE_CHECKING:
     import uvicorn
 
+    from headrace.engine.journal import Journal
     from headrace.frontend.frontend import Frontend
 
 _LAST_WORDS_S = 2.0  # for aborted streams to send their error event and close
@@ -101,9 +102,30 @@ class _Life:
             return
         frontend = loading.result()
         self._state.ready(frontend, time.monotonic() - began)
+        if frontend.journal is not None:
+            self._keep_requests(frontend.journal)
         if not self._stop.is_set():
             self._on_ready(frontend)
             await asyncio.to_thread(_warm_up, frontend)
+
+    def _keep_requests(self, journal: Journal) -> None:
+        """Go on with those of the last process; a signal has the disk hold all of them now."""
+        if self._state.resumed is not None and not self._stop.is_set():
+            self._state.resumed.start()
+        if hasattr(signal, "SIGUSR1"):
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGUSR1, self._checkpoint, journal)
+
+    def _checkpoint(self, journal: Journal) -> None:
+        async def sync() -> None:
+            try:
+                await asyncio.to_thread(journal.sync)
+            except HeadraceError as error:
+                self._state.log.error("checkpoint failed", error=error.message)
+            else:
+                self._state.log.info("checkpoint", requests=journal.stats().num_requests)
+
+        self._syncing = asyncio.create_task(sync())  # the loop keeps weak references only
 
     async def _drain(self) -> None:
         in_flight = self._state.in_flight
