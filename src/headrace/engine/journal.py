@@ -310,7 +310,7 @@ def _load(folder: Path, identity: Identity) -> SavedRequests:
                 param="checkpoint_path",
             )
         _log.warning(
-            "The requests in %s were made under the fingerprint %s, this is %s: they go on as well as they can.",
+            "The requests in %s are of the fingerprint %s, this is %s: they go on as well as they can.",
             folder,
             before.fingerprint,
             identity.fingerprint,

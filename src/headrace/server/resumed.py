@@ -221,7 +221,7 @@ class ResumedAnswers:
             found = next((each for each in same if each.tenant == tenant), None)
         if found is None or found.tenant != tenant:
             raise RequestNotFoundError(
-                f"there is no answer {name[:100]!r} to be resumed: it was collected, it ended, or it was never "
+                f"there is no answer {name[:100]!r} to be resumed: it was collected, it ended, or never "
                 "saved" + ("" if by_request else "; without an API key only the answer's own id names it")
             )
         return found
