@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -18,11 +20,13 @@ from hypothesis import strategies as st
 from random_schedules import SPECULATION, random_shape
 from small_engines import VOCAB, Answers, assert_idle, request, run, small_engine, tokens
 
-from headrace.engine.config import CheckpointConfig
+from headrace.engine.build import SimulatedSpec
+from headrace.engine.config import CheckpointConfig, SchedulerConfig
 from headrace.engine.engine import Engine
 from headrace.engine.journal import Journal
 from headrace.engine.journal_file import MAGIC, read_records
 from headrace.engine.journaled_client import JournaledClient
+from headrace.engine.process_client import ProcessClient
 from headrace.engine.request import EngineOutput, EngineRequest
 from headrace.engine.saved import MAX_DEATHS, Identity, SavedRequest
 from headrace.engine.thread_client import ThreadClient
@@ -494,3 +498,29 @@ def test_a_context_that_shrank_ends_the_request_with_a_reason(
     sinks.wait([("r", 0), ("r", 1)])
     last = sinks.answers["r", 1].last
     assert last is not None and last.error_kind == "ContextLengthError"
+
+
+def test_an_engine_that_is_killed_alone(open_client: Callable[..., JournaledClient], tmp_path: Path) -> None:
+    """Its requests ended with an error, and their owners, who tidied up, had the journal forget them."""
+    spec = SimulatedSpec(
+        num_blocks=256,
+        max_model_len=400,
+        scheduler=SchedulerConfig(),
+        vocab_size=VOCAB,
+        seed=0,
+        step_s=0.01,
+    )
+    inner = ProcessClient(spec)
+    client = JournaledClient(inner, Journal(CheckpointConfig(str(tmp_path), 0.0), IDENTITY))
+    asked = [noted(request(f"r{i}", tokens(20, i), max_tokens=100, ignore_eos=True, n=2)) for i in range(3)]
+    sinks = Sinks()
+    for each in asked:
+        client.submit(each, sinks.take)
+    until(lambda: saved_tokens(client) > 30)
+    os.kill(inner.pid, signal.SIGKILL)
+    sinks.wait(keys_of(asked))
+    assert {answer.finish_reason for answer in sinks.answers.values()} == {"error"}
+    for each in asked:
+        client.abort(each.request_id)
+    client.close()
+    assert go_on(open_client(tmp_path)).texts() == run(small_engine(), asked).texts()

@@ -14,7 +14,9 @@ from headrace.engine.grammar import GrammarCompiler
 from headrace.engine.journal import Journal
 from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
 from headrace.engine.saved import Identity, SavedRequest
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, EngineDeadError, HeadraceError
+
+_DEAD = EngineDeadError.__name__
 
 
 def journaled(client: EngineClient, checkpoint: CheckpointConfig, model: ModelConfig) -> JournaledClient:
@@ -48,7 +50,7 @@ class JournaledClient:
         self.max_model_len = client.max_model_len
         self.journal = journal
         self._client = client
-        self._closing = False
+        self._engine_ended = False  # what its requests' owners do from then on says nothing about them
         self._seed_lock = threading.Lock()
         self._seeds = random.Random(seed)
 
@@ -67,7 +69,7 @@ class JournaledClient:
         if not request.note:
             self._client.submit(request, sink)
             return
-        kept = _Kept(self.journal, sink)
+        kept = _Kept(self, sink)
         self._client.submit(msgspec.structs.replace(request, note=b""), kept.receive)
         kept.admit(request)
 
@@ -89,7 +91,7 @@ class JournaledClient:
             output_token_ids=said,
             arrival_time=time.monotonic() - max(0.0, time.time() - saved.admitted),
         )
-        kept = _Kept(self.journal, sink)
+        kept = _Kept(self, sink)
         kept.admit(None)
         try:
             self._client.submit(request, kept.receive)
@@ -109,7 +111,7 @@ class JournaledClient:
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """See EngineClient.abort. One that is aborted as a whole does not go on after a restart either."""
-        if not self._closing:
+        if not self._engine_ended:
             if choice is None:
                 self.journal.drop(request_id)
             else:
@@ -126,18 +128,23 @@ class JournaledClient:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """See EngineClient.close. What the journal has under way goes on in the next process."""
-        self._closing = True
+        self.note_end()
         self._client.close(timeout_s)
         self.journal.close()
+
+    def note_end(self) -> None:
+        """The engine ends, or has died: whoever aborts a request now only tidies up."""
+        self._engine_ended = True
 
 
 class _Kept:
     """The sink of a request that is kept: tells the journal first."""
 
-    __slots__ = ("_early", "_journal", "_lock", "_sink")
+    __slots__ = ("_client", "_early", "_journal", "_lock", "_sink")
 
-    def __init__(self, journal: Journal, sink: OutputSink) -> None:
-        self._journal = journal
+    def __init__(self, client: JournaledClient, sink: OutputSink) -> None:
+        self._client = client
+        self._journal = client.journal
         self._sink = sink
         self._lock = threading.Lock()
         self._early: list[EngineOutput] | None = []  # heard before the request was known to be good
@@ -154,6 +161,8 @@ class _Kept:
     def receive(self, outputs: list[EngineOutput]) -> None:
         """News: on the engine's thread."""
         kept = [output for output in outputs if not _is_end_of_engine(output)]
+        if len(kept) < len(outputs) and any(output.error_kind == _DEAD for output in outputs):
+            self._client.note_end()
         with self._lock:
             if self._early is not None:
                 self._early += kept
@@ -164,4 +173,4 @@ class _Kept:
 
 def _is_end_of_engine(output: EngineOutput) -> bool:
     """Whether the sequence ended because somebody ended it, or the engine: its tokens are no end of it."""
-    return output.finish_reason == "abort" or output.error_kind == "EngineDeadError"
+    return output.finish_reason == "abort" or output.error_kind == _DEAD
