@@ -93,11 +93,9 @@ def go_on(client: JournaledClient) -> Answers:
     waited: list[tuple[str, int]] = []
     for saved in client.journal.saved:
         sinks.take([output.__copy__() for output in saved.copy().outputs.values()])
-        ended = {choice for choice, output in saved.outputs.items() if output.finish_reason is not None}
-        choices = [choice for choice in range(saved.request.params.n) if choice not in ended]
         waited += keys_of([saved.request])
-        if choices:
-            client.resume(saved, sinks.take, choices)
+        if saved.open_choices:
+            client.resume(saved, sinks.take, saved.open_choices)
     sinks.wait(waited)
     return sinks.answers
 
@@ -523,4 +521,6 @@ def test_an_engine_that_is_killed_alone(open_client: Callable[..., JournaledClie
     for each in asked:
         client.abort(each.request_id)
     client.close()
+    closed = [msgspec.msgpack.decode(record) for record in read_records(tmp_path)][-1]
+    assert closed == {"type": "closed", "clean": False}, "the server ended well, but one of these may kill"
     assert go_on(open_client(tmp_path)).texts() == run(small_engine(), asked).texts()

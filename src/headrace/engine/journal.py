@@ -135,9 +135,12 @@ class Journal:
         """A snapshot."""
         return JournalStats(len(self._requests), self._file.size_bytes, self._broken is not None)
 
-    def close(self) -> None:
-        """Write what is left and leave the folder; unfinished requests stay. Closing twice is fine."""
-        self._post(Closed(), urgent=True)
+    def close(self, *, clean: bool = True) -> None:
+        """Write what is left and leave the folder; unfinished requests stay. Closing twice is fine.
+
+        Not ``clean``: the engine has died, and one of them may be why.
+        """
+        self._post(Closed(clean), urgent=True)
         self._closed = True
         self._thread.join()
 
@@ -297,7 +300,7 @@ def _load(folder: Path, identity: Identity) -> SavedRequests:
         except (msgspec.DecodeError, RecursionError) as error:
             _log.error("The journal in %s has a record that cannot be read: %s", folder, error)
             break
-        closed = isinstance(record, Closed)
+        closed = isinstance(record, Closed) and record.clean
         if isinstance(record, Identity):
             before = record
         found.apply(record)
@@ -333,7 +336,7 @@ def _count_death(saved: SavedRequest, closed: bool, now: float) -> None:
         saved.deaths += 1
     saved.known = tokens
     if saved.deaths >= MAX_DEATHS:
-        for choice in range(saved.request.params.n):
+        for choice in saved.open_choices:
             end = EngineOutput(
                 request_id=saved.request.request_id,
                 choice=choice,

@@ -50,7 +50,8 @@ class JournaledClient:
         self.max_model_len = client.max_model_len
         self.journal = journal
         self._client = client
-        self._engine_ended = False  # what its requests' owners do from then on says nothing about them
+        self._ended = False  # what the owners of requests do from then on says nothing about them
+        self._died = False
         self._seed_lock = threading.Lock()
         self._seeds = random.Random(seed)
 
@@ -79,14 +80,14 @@ class JournaledClient:
         The sink gets what comes now, as after :meth:`submit`; if the engine refuses, each choice's end says
         why. What was computed for it is computed again, as after a preemption. Its time has run meanwhile.
         """
-        said = [
-            (saved.outputs[choice].token_ids if choice in saved.outputs else [])
-            if choice in choices
-            else None
-            for choice in range(saved.request.params.n)
-        ]
+        asked = saved.request
+        said: list[list[int] | None] = [None] * asked.params.n
+        for choice in choices:
+            before = asked.output_token_ids[choice] if asked.output_token_ids else None
+            since = saved.outputs[choice].token_ids if choice in saved.outputs else []
+            said[choice] = [*(before or ()), *since]
         request = msgspec.structs.replace(
-            saved.request,
+            asked,
             note=b"",
             output_token_ids=said,
             arrival_time=time.monotonic() - max(0.0, time.time() - saved.admitted),
@@ -111,7 +112,7 @@ class JournaledClient:
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """See EngineClient.abort. One that is aborted as a whole does not go on after a restart either."""
-        if not self._engine_ended:
+        if not self._ended:
             if choice is None:
                 self.journal.drop(request_id)
             else:
@@ -128,13 +129,13 @@ class JournaledClient:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """See EngineClient.close. What the journal has under way goes on in the next process."""
-        self.note_end()
+        self._ended = True
         self._client.close(timeout_s)
-        self.journal.close()
+        self.journal.close(clean=not self._died)
 
-    def note_end(self) -> None:
-        """The engine ends, or has died: whoever aborts a request now only tidies up."""
-        self._engine_ended = True
+    def note_death(self) -> None:
+        """The engine has died: whoever aborts a request now only tidies up."""
+        self._ended = self._died = True
 
 
 class _Kept:
@@ -162,7 +163,7 @@ class _Kept:
         """News: on the engine's thread."""
         kept = [output for output in outputs if not _is_end_of_engine(output)]
         if len(kept) < len(outputs) and any(output.error_kind == _DEAD for output in outputs):
-            self._client.note_end()
+            self._client.note_death()
         with self._lock:
             if self._early is not None:
                 self._early += kept

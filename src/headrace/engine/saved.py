@@ -49,7 +49,9 @@ class Dropped(msgspec.Struct, tag="dropped"):
 
 
 class Closed(msgspec.Struct, tag="closed"):
-    """The process ended as it should."""
+    """The process ended as it should; ``clean``: and so had its engine, until then."""
+
+    clean: bool
 
 
 Record = Identity | Admitted | Heard | Dropped | Closed
@@ -77,6 +79,12 @@ class SavedRequest:
         """Of all its choices' outputs."""
         return sum(len(output.token_ids) for output in self.outputs.values())
 
+    @property
+    def open_choices(self) -> list[int]:
+        """The choices that have not ended."""
+        ended = {choice for choice, output in self.outputs.items() if output.finish_reason is not None}
+        return [choice for choice in self.request.open_choices if choice not in ended]
+
     def take(self, news: EngineOutput, now: float) -> bool:
         """Add news of one choice; False if that has ended already."""
         total = self.outputs.get(news.choice)
@@ -88,9 +96,7 @@ class SavedRequest:
         if total.finish_reason is not None:
             return False
         join(total, news)
-        if len(self.outputs) == self.request.params.n and all(
-            output.finish_reason is not None for output in self.outputs.values()
-        ):
+        if not self.open_choices:
             self.ended = now
         return True
 

@@ -43,7 +43,8 @@ def resume(
     if saved.request.params.structured_outputs is not None:
         frontend.compile(saved.request.params.structured_outputs)
     request = TextRequest(client, saved.request, frontend.tokenizer, wake, one_by_one=one_by_one)
-    if choices := request.replay(saved.outputs.values()):
+    request.replay(saved.outputs.values())
+    if choices := [choice for choice in request.open_choices if choice in saved.request.open_choices]:
         client.resume(saved, request.receive, choices)
     return request
 

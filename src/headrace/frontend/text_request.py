@@ -149,7 +149,7 @@ class TextRequest:
     @property
     def finished(self) -> bool:
         """Whether every choice has its finish_reason (which may still wait to be taken)."""
-        return all(choice.finished for choice in self._choices)
+        return not self.open_choices
 
     def receive(self, outputs: list[EngineOutput]) -> None:
         """The engine's sink."""
@@ -163,10 +163,14 @@ class TextRequest:
                 if self._push(output):
                     self._client.abort(self.request_id, output.choice)
 
-    def replay(self, outputs: Iterable[EngineOutput]) -> list[int]:
-        """Take in what another process has heard; the choices that this leaves open."""
+    def replay(self, outputs: Iterable[EngineOutput]) -> None:
+        """Take in what another process has heard."""
         for output in outputs:
             self._push(output)
+
+    @property
+    def open_choices(self) -> list[int]:
+        """The choices without a finish_reason."""
         return [index for index, choice in enumerate(self._choices) if not choice.finished]
 
     def take(self) -> list[TextOutput]:
