@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.e2e.running import RunningServer, run, serving
 
@@ -128,6 +129,10 @@ def test_kill_9_in_the_middle_of_streams(smollm2_path: Path, tmp_path: Path) -> 
         late = Stream()
         thread = late.start(third.url, *REQUESTS[0])
         wait_for([late], 5)
+        [engine] = psutil.Process(third.process.pid).children()
+        engine.kill()  # alone: nobody notices
+        wait_for([late], 20)
+        assert psutil.Process(third.process.pid).children() != [engine]
         third.stop()
         thread.join()
         assert "error" in late.events.pop(), "the client learns that its stream has been cut"

@@ -17,6 +17,7 @@ from headrace.engine.config import CheckpointConfig
 from headrace.engine.journal_file import FolderLock, JournalFile, read_records
 from headrace.engine.request import EngineOutput, EngineRequest
 from headrace.engine.saved import (
+    GIVEN_UP,
     MAX_DEATHS,
     Admitted,
     Closed,
@@ -36,10 +37,6 @@ _SYNC_EVERY_S = 1.0  # a killed process loses nothing that was written; only a p
 _RETRY_S = 5.0  # after the disk has refused
 _LEAST_REWRITE = 4 * 2**20  # bytes of a file that are worth being written anew
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_GIVEN_UP = (
-    f"The server has died {MAX_DEATHS} times in a row while this request was under way without progress; it "
-    "is not tried again."
-)
 
 
 class JournalStats(msgspec.Struct, frozen=True):
@@ -342,6 +339,6 @@ def _count_death(saved: SavedRequest, closed: bool, now: float) -> None:
                 choice=choice,
                 finish_reason="error",
                 error_kind="GenerationError",
-                error_message=_GIVEN_UP,
+                error_message=GIVEN_UP,
             )
             saved.take(end, now)

@@ -11,6 +11,11 @@ from headrace.engine.request import EngineOutput, EngineRequest
 MAX_DEATHS = 3
 """Of the process, in a row, that a request may be part of without a token of progress."""
 
+GIVEN_UP = (
+    f"The engine has died {MAX_DEATHS} times in a row while this request was under way without progress; it "
+    "is not tried again."
+)
+
 
 class Identity(msgspec.Struct, tag="identity", frozen=True):
     """Whose journal it is. Equal fingerprints go on with the same tokens; another model's mean nothing.

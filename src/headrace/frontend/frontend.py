@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -384,7 +385,8 @@ def open_frontend(
     """Find (or fetch) the model, load its tokenizer and its engine side by side, and join them.
 
     ``process``: the engine runs in a process of its own instead of a thread. ``checkpoint``: requests are
-    kept there, and those of the last process are in the frontend's ``journal.saved``. Raises
+    kept there, and those of the last process are in the frontend's ``journal.saved``; an engine's process
+    that dies is started again. Raises
     ModelNotFoundError, DownloadError, ModelFormatError, OutOfMemoryError or ConfigError, each with what would
     be right.
     """
@@ -403,7 +405,14 @@ def open_frontend(
         speculative = dataclasses.replace(speculative, model=str(draft))
         scheduler = dataclasses.replace(scheduler, speculative=speculative)
     loading = _InBackground(lambda: _tokenizer_of(path, draft))
-    client = _open_client(path, model, cache, scheduler, process=process)
+    open_client = partial(_open_client, path, model, cache, scheduler, process=process)
+    client: EngineClient
+    if process and checkpoint is not None:
+        from headrace.engine.reviving_client import RevivingClient
+
+        client = RevivingClient(open_client)
+    else:
+        client = open_client()
     try:
         if checkpoint is not None:
             client = journaled(client, checkpoint, model)
