@@ -242,9 +242,10 @@ async def test_where_nobody_shows_who_he_is_names_are_not_enough(
     """On an open server request-1 was anybody's."""
     answer_id = await begun(open_frontend(step_s=0.003), tmp_path, {"x-request-id": "request-1"})
     async with connected(small_app(open_frontend("second"))) as http:
-        refused = await http.get("/v1/requests/request-1")
-        assert refused.status_code == 404
-        assert "without an API key" in refused.json()["error"]["message"]
+        for headers in ({}, {"x-headrace-gateway": "any", "authorization": "Bearer any"}):
+            refused = await http.get("/v1/requests/request-1", headers=headers)
+            assert refused.status_code == 404
+            assert "without an API key" in refused.json()["error"]["message"]
         assert (await http.get(f"/v1/requests/{answer_id}")).status_code == 200
 
 

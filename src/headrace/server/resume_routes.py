@@ -69,5 +69,6 @@ class ResumeRoutes:
             raise RequestNotFoundError("this server keeps no requests: start it with --checkpoint-path")
         answers.start()
         # Names that clients choose can be guessed: they count where somebody has shown who he is.
-        known = settings.api_key is not None or http.headers.get(CREDENTIAL) is not None
+        by_gateway = settings.gateway_credential is not None and CREDENTIAL in http.headers
+        known = settings.api_key is not None or by_gateway
         return answers, answers.find(name, sender.tenant, by_request=known)
