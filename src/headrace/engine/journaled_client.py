@@ -89,6 +89,7 @@ class JournaledClient:
         request = msgspec.structs.replace(
             asked,
             note=b"",
+            restarted=True,
             output_token_ids=said,
             arrival_time=time.monotonic() - max(0.0, time.time() - saved.admitted),
         )
