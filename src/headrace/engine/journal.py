@@ -79,9 +79,12 @@ class Journal:
         self._retry_at = 0.0
         self._closed = False
         self._wrote = False  # something that the disk may not hold yet
-        self._synced_at = self._looked_at = time.monotonic()
+        self._size_bytes = 0  # of all requests' records
+        self._complete: dict[str, None] = {}  # requests, in the order in which they ended
+        self._synced_at = time.monotonic()
         try:
             self._requests = _load(folder, identity)
+            self._complete = {name: None for name, saved in self._requests.items() if saved.ended}
             self._rewritten = 0  # bytes of the file when it was last written anew
             self._rewrite()
         except OSError as error:
@@ -158,6 +161,8 @@ class Journal:
         except BaseException as error:  # whatever it is, serving goes on
             _log.critical("The journal's writer died.", exc_info=error)
             self._broken = f"{type(error).__name__}: {error}"
+            self._closed = True
+            self._inbox.clear()
         finally:
             self._file.close()
             self._lock.release()
@@ -182,12 +187,13 @@ class Journal:
                 waiting.append(item)
             else:
                 if isinstance(item, Dropped):
-                    if item.request_id not in self._requests:
+                    if not self._drop(item.request_id):
                         continue
                     for key in [key for key in heard if key[0] == item.request_id]:
                         del heard[key]
+                else:
+                    self._requests.apply(item)
                 closed = isinstance(item, Closed)
-                self._requests.apply(item)
                 records.append(item)
         now = time.time()
         records += [Heard(output, now) for output in heard.values()]
@@ -203,27 +209,32 @@ class Journal:
         saved = self._requests.get(output.request_id)
         if saved is None or not saved.take(output, time.time()):
             return
+        if saved.ended is not None:
+            self._complete[output.request_id] = None
         if key not in heard:
             heard[key] = EngineOutput(request_id=output.request_id, choice=output.choice)
         join(heard[key], output)
 
     def _forget(self, now: float) -> list[Record]:
         """Complete answers that nobody has come for in time, or for which there is no room."""
-        if time.monotonic() - self._looked_at < _SYNC_EVERY_S:
-            return []
-        self._looked_at = time.monotonic()
-        complete = [saved for saved in self._requests.values() if saved.ended is not None]
-        complete.sort(key=lambda saved: saved.ended or 0.0)
-        size = sum(saved.size_bytes for saved in self._requests.values())
         dropped: list[Record] = []
-        for saved in complete:
-            if (saved.ended or 0.0) + self._config.grace_s > now and size <= self._config.max_bytes:
+        while self._complete:
+            name = next(iter(self._complete))
+            saved = self._requests[name]
+            in_time = (saved.ended or 0.0) + self._config.grace_s > now
+            if in_time and self._size_bytes <= self._config.max_bytes:
                 break
-            size -= saved.size_bytes
-            dropped.append(Dropped(saved.request.request_id))
-        for record in dropped:
-            self._requests.apply(record)
+            self._drop(name)
+            dropped.append(Dropped(name))
         return dropped
+
+    def _drop(self, name: str) -> bool:
+        """Whether there was such a request."""
+        saved = self._requests.pop(name, None)
+        if saved is not None:
+            self._size_bytes -= saved.size_bytes
+            self._complete.pop(name, None)
+        return saved is not None
 
     def _write(self, records: list[Record], *, sync: bool) -> None:
         now = time.monotonic()
@@ -259,14 +270,16 @@ class Journal:
                 payload = self._encode(record)
             except (TypeError, ValueError, OverflowError) as error:
                 _log.warning("The request %s cannot be kept in the journal: %s", name, error)
-                self._requests.pop(name or "", None)
+                self._drop(name or "")
                 continue
             if name is not None and (saved := self._requests.get(name)) is not None:
                 saved.size_bytes += len(payload)
+                self._size_bytes += len(payload)
             yield payload
 
     def _rewrite(self) -> None:
         """What is kept, and nothing else."""
+        self._size_bytes = 0
         for saved in self._requests.values():
             saved.size_bytes = 0
         kept = [record for saved in self._requests.values() for record in saved.records()]
