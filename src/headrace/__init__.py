@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+    from headrace.engine.config import (
+        CacheConfig,
+        CheckpointConfig,
+        ModelConfig,
+        SchedulerConfig,
+        SpeculativeConfig,
+    )
     from headrace.engine.request import SamplingParams, StructuredOutputs
     from headrace.frontend.beam_search import BeamSearchParams
     from headrace.frontend.llm import LLM
@@ -15,6 +21,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CacheConfig",
+    "CheckpointConfig",
     "ModelConfig",
     "SamplingParams",
     "SchedulerConfig",
@@ -30,6 +37,7 @@ _HOMES = {
     "StructuredOutputs": "headrace.engine.request",
     "ModelConfig": "headrace.engine.config",
     "CacheConfig": "headrace.engine.config",
+    "CheckpointConfig": "headrace.engine.config",
     "SchedulerConfig": "headrace.engine.config",
     "SpeculativeConfig": "headrace.engine.config",
 }

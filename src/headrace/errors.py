@@ -158,6 +158,27 @@ class ConfigError(HeadraceError):
     code = "config"
 
 
+class CheckpointError(HeadraceError):
+    """What requests have had cannot be written to the journal: a full disk, or one that is gone."""
+
+    code = "checkpoint_failed"
+
+
+class RequestNotFoundError(HeadraceError):
+    """No answer of that name is kept for whoever asks."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "request_not_found"
+
+
+class NotResumableError(InvalidRequestError):
+    """The request cannot go on from where its client is: ask anew."""
+
+    status = 409
+    code = "not_resumable"
+
+
 class DownloadError(HeadraceError):
     """A model could not be fetched: network, hash mismatch, full disk. Pulling again resumes."""
 

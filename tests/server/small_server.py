@@ -14,7 +14,11 @@ from fastapi import FastAPI
 from tokenizers import decoders, models, pre_tokenizers
 
 from headrace.engine.build import SimulatedSpec
-from headrace.engine.config import SchedulerConfig
+from headrace.engine.client import EngineClient
+from headrace.engine.config import CheckpointConfig, SchedulerConfig
+from headrace.engine.journal import Journal
+from headrace.engine.journaled_client import JournaledClient
+from headrace.engine.saved import Identity
 from headrace.engine.thread_client import ThreadClient
 from headrace.frontend.frontend import Frontend
 from headrace.frontend.tokenizer import Tokenizer
@@ -45,9 +49,14 @@ def small_frontend(
     max_model_len: int = MAX_MODEL_LEN,
     chat_template: str | None = _TEMPLATE,
     marks: Sequence[str] = (),
+    checkpoint: CheckpointConfig | None = None,
+    fingerprint: str = "small",
     **scheduler: Any,
 ) -> Frontend:
-    """A frontend over an engine whose steps take ``step_s``; ``scheduler`` are fields of SchedulerConfig."""
+    """A frontend over an engine whose steps take ``step_s``; ``scheduler`` are fields of SchedulerConfig.
+
+    ``checkpoint``: where its requests are kept; ``fingerprint``: of the process that keeps them.
+    """
     spec = SimulatedSpec(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
@@ -56,7 +65,11 @@ def small_frontend(
         seed=0,
         step_s=step_s,
     )
-    return Frontend(ThreadClient(spec.build()), byte_tokenizer(chat_template, marks), "small")
+    client: EngineClient = ThreadClient(spec.build())
+    if checkpoint is not None:
+        identity = Identity(fingerprint, "small", spec.vocab_size, exact=True)
+        client = JournaledClient(client, Journal(checkpoint, identity), seed=0)
+    return Frontend(client, byte_tokenizer(chat_template, marks), "small")
 
 
 def small_app(frontend: Frontend, **settings: Any) -> FastAPI:
@@ -86,7 +99,9 @@ def events(text: str) -> list[Any]:
 class RawClient:
     """One request straight to the application, so that a test can leave at any moment."""
 
-    def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
+    def __init__(
+        self, app: Any, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> None:
         self._body = json.dumps(body).encode()
         self._gone = asyncio.Event()
         self._sent = False
@@ -101,7 +116,7 @@ class RawClient:
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
-            "headers": [],
+            "headers": [(name.encode(), value.encode()) for name, value in (headers or {}).items()],
             "scheme": "http",
             "server": ("small", 80),
             "client": ("test", 1),

@@ -15,12 +15,19 @@ import typer
 
 from headrace.cli import options
 from headrace.cli.config_file import read_options
-from headrace.engine.config import DEFAULT_MODEL, CacheConfig, ModelConfig, SchedulerConfig
+from headrace.engine.config import (
+    DEFAULT_MODEL,
+    CacheConfig,
+    CheckpointConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 
 if TYPE_CHECKING:
     from headrace.frontend.frontend import Frontend
 
 _DEFAULTS = SchedulerConfig()
+_CHECKPOINT = CheckpointConfig(path="")
 _WRITE_TIMEOUT_S = 60.0  # a client that takes nothing for so long is given up
 
 
@@ -98,6 +105,17 @@ def serve(
         typer.Option(help="How the model writes tool calls (default: as its chat template teaches)."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes requests without a seed repeatable.")] = None,
+    checkpoint_path: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Keep requests here: after a restart they go on."),
+    ] = None,
+    checkpoint_interval: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="What they have had is written so often.")
+    ] = _CHECKPOINT.interval_s,
+    checkpoint_grace: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="Clients are waited for so long after a restart."),
+    ] = _CHECKPOINT.grace_s,
     drain_timeout: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Time for running requests on SIGTERM.")
     ] = 30.0,
@@ -141,6 +159,9 @@ def serve(
         tpot_target_ms=tpot_target_ms,
         speculative=options.speculative_config(speculative_config),
     )
+    checkpoint = None
+    if checkpoint_path is not None:
+        checkpoint = CheckpointConfig(checkpoint_path, checkpoint_interval, checkpoint_grace)
     body_limit = options.size_bytes(max_body_size, "--max-body-size")
 
     # Nothing that loading makes is garbage: not looking for any saves a tenth of the start.
@@ -149,7 +170,7 @@ def serve(
 
     sock = listen(host, port, _WRITE_TIMEOUT_S)
     # Weights are read in a thread while this one imports the HTTP stack: together they set the cold start.
-    loading = _start_loading(settings, cache, scheduler, engine_process)
+    loading = _start_loading(settings, cache, scheduler, checkpoint, engine_process)
 
     from headrace.observe.logs import logger
     from headrace.server.run import run
@@ -217,7 +238,11 @@ def _url_host(host: str) -> str:
 
 
 def _start_loading(
-    config: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, process: bool
+    config: ModelConfig,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    checkpoint: CheckpointConfig | None,
+    process: bool,
 ) -> Future[Frontend]:
     future: Future[Frontend] = Future()
 
@@ -227,7 +252,10 @@ def _start_loading(
             from headrace.frontend.frontend import open_frontend
 
             with download_progress() as progress:
-                future.set_result(open_frontend(config, cache, scheduler, process=process, progress=progress))
+                frontend = open_frontend(
+                    config, cache, scheduler, process=process, progress=progress, checkpoint=checkpoint
+                )
+            future.set_result(frontend)
         except BaseException as error:
             future.set_exception(error)
 

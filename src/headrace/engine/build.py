@@ -12,7 +12,13 @@ import msgspec
 from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.kv_format import KVCacheDtype, check_kv_cache_dtype
 from headrace.backend.runner import RunnerSettings
-from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from headrace.engine.config import (
+    CacheConfig,
+    CheckpointConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from headrace.engine.draft_build import plan_draft
 from headrace.engine.engine import Engine
 from headrace.engine.kv_cache import blocks_for
@@ -232,6 +238,17 @@ def check_scheduler_config(scheduler: SchedulerConfig) -> None:
         _seconds_or_size("tpot_target_ms", scheduler.tpot_target_ms)
     if scheduler.speculative is not None:
         check_speculative_config(scheduler.speculative)
+
+
+def check_checkpoint_config(checkpoint: CheckpointConfig) -> None:
+    """Raise ConfigError naming the first setting that is wrong."""
+    if not isinstance(checkpoint.path, str) or not checkpoint.path:
+        raise ConfigError(
+            f"checkpoint_path must name a folder, not {checkpoint.path!r}.", param="checkpoint_path"
+        )
+    _seconds_or_size("interval_s", checkpoint.interval_s)
+    _seconds_or_size("grace_s", checkpoint.grace_s)
+    _whole("max_bytes", checkpoint.max_bytes, 0)
 
 
 def check_speculative_config(speculative: SpeculativeConfig) -> None:

@@ -117,3 +117,18 @@ class SchedulerConfig:
     priority_aging_s: float = 10.0
     tpot_target_ms: float | None = None
     speculative: SpeculativeConfig | None = None
+
+
+@dataclass(slots=True)
+class CheckpointConfig:
+    """Where requests are kept, so that another process can go on with them; see docs/checkpoint.md.
+
+    ``path``: a folder of its own. ``interval_s``: what requests have had is written so often. ``grace_s``:
+    answers that are complete are kept for so long, and requests that go on after a restart wait so long for
+    whoever asked. ``max_bytes``: of complete answers and requests together; the oldest answers go first.
+    """
+
+    path: str
+    interval_s: float = 0.1
+    grace_s: float = 300.0
+    max_bytes: int = 256 * 2**20

@@ -124,7 +124,7 @@ class Scheduler:
             now=now,
             vocab_size=self._vocab_size,
             grammar=grammar,
-            tenant=self._waiting.enter(request.tenant, request.tenant_weight, request.params.n),
+            tenant=self._waiting.enter(request.tenant, request.tenant_weight, len(request.open_choices)),
             aging_s=self._config.priority_aging_s,
         )
         self._num_arrived += 1
@@ -369,7 +369,9 @@ class Scheduler:
 
     def _expire_waiting(self, now: float) -> list[EngineOutput]:
         limit = self._config.max_queue_time_s
-        fresh = [seq for seq in self._waiting if seq.first_scheduled_time is None]
+        fresh = [
+            seq for seq in self._waiting if seq.first_scheduled_time is None and not seq.request.restarted
+        ]
         late = [seq for seq in fresh if seq.request.arrival_time + limit <= now]
         for seq in late:
             self._remove(seq)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +101,7 @@ class Request:
         "params",
         "priority",
         "request_id",
+        "restarted",
         "seed",
         "sequences",
         "stop_ids",
@@ -144,10 +146,15 @@ class Request:
         self.bad_words = [tuple(word) for word in request.bad_word_ids]
         allowed = params.allowed_token_ids
         self.allowed = None if allowed is None else _mask(allowed, vocab_size)
+        self.restarted = request.restarted
         self.was_scheduled = False
         self.grammar = grammar
+        said = request.output_token_ids
         prompt = np.array(request.prompt_token_ids, np.int32)
-        self.sequences = {choice: Sequence(self, choice, prompt) for choice in range(params.n)}
+        self.sequences = {
+            choice: Sequence(self, choice, prompt, (said[choice] or ()) if said else ())
+            for choice in request.open_choices
+        }
 
 
 class Sequence:
@@ -188,8 +195,11 @@ class Sequence:
         "waits_for",
     )
 
-    def __init__(self, request: Request, choice: int, prompt: Int32) -> None:
-        """``prompt`` is shared between a request's sequences: the first append copies it."""
+    def __init__(self, request: Request, choice: int, prompt: Int32, said: Collection[int] = ()) -> None:
+        """``prompt`` is shared between a request's sequences: the first append copies it.
+
+        ``said``: the output that a sequence which goes on has already.
+        """
         self.request = request
         self.choice = choice
         self.rank: Rank = (request.urgency, request.number, choice)
@@ -213,7 +223,7 @@ class Sequence:
         self.first_token_time: float | None = None
         params = request.params
         # Of the prompt's tokens from the second on, as far as computed; the first choice's stand for all.
-        wanted = params.prompt_logprobs is not None and choice == 0
+        wanted = params.prompt_logprobs is not None and choice == 0 and not said
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.matcher = None if request.grammar is None else request.grammar.matcher()
         self._seen: SeenTokens | None = None
@@ -226,6 +236,8 @@ class Sequence:
         self._bans = _bias_arrays(banned) if params.min_tokens > 0 else self._bias
         shaped = (self._seen, self._bias, self._bans, self.prompt_logprobs, request.allowed)
         self.is_plain = all(each is None for each in (*shaped, self.matcher)) and not request.bad_words
+        for token in said:
+            self.append(token)
 
     @property
     def num_known_tokens(self) -> int:

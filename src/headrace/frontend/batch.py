@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from headrace import errors
+from headrace.engine.journaled_client import JournaledClient
 from headrace.engine.request import SamplingParams, Sender, TokenLogprobs
 from headrace.errors import DeadlineExceededError, GenerationError, HeadraceError, OverloadedError
 from headrace.frontend.embedding import vector_of
@@ -36,12 +37,13 @@ class BatchError(GenerationError):
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One prompt, checked. ``text`` is None if it was given as token ids."""
+    """One prompt, checked. ``text`` is None if it was given as token ids. ``note``: see Frontend.submit."""
 
     text: str | None
     token_ids: list[int]
     params: SamplingParams
     priority: int = 0
+    note: bytes = b""
 
 
 def generate_batch(
@@ -49,9 +51,9 @@ def generate_batch(
 ) -> list[RequestOutput]:
     """Run all requests, at most ``max_sequences`` sequences at a time, and return answers in their order.
 
-    The most urgent are submitted first. An exception, KeyboardInterrupt included, aborts what runs. Raises
-    BatchError after the others have
-    finished if a sequence failed, or at once what submitting raises.
+    The most urgent are submitted first. An exception, KeyboardInterrupt included, ends what runs, though what
+    a journal keeps goes on in the next process. Raises BatchError after the others have finished if a
+    sequence failed, or at once what submitting raises.
     """
     news: SimpleQueue[TextRequest] = SimpleQueue()
     running: dict[str, tuple[int, TextRequest]] = {}
@@ -60,7 +62,7 @@ def generate_batch(
     order = sorted(range(len(requests)), key=lambda index: requests[index].priority)
     waiting = 0  # the place in that order of the next request to submit
     sequences = 0  # that run
-    with _progress(len(requests), show_progress) as advance:
+    with progress_bar(len(requests), show_progress) as advance:
         try:
             while waiting < len(requests) or running:
                 while waiting < len(requests):
@@ -74,12 +76,13 @@ def generate_batch(
                             request.params,
                             news.put,
                             sender=Sender(priority=request.priority),
+                            note=request.note,
                         )
                     except OverloadedError:
                         if not running:
                             raise
                         break
-                    outputs[index] = _empty_output(submitted.request_id, request)
+                    outputs[index] = empty_output(submitted, request.text, request.params)
                     running[submitted.request_id] = (index, submitted)
                     sequences += request.params.n
                     waiting += 1
@@ -92,7 +95,7 @@ def generate_batch(
                 for output in woken.take():
                     answer = outputs[index]
                     assert answer is not None
-                    _append(answer, output, frontend.tokenizer)
+                    append(answer, output, frontend.tokenizer)
                     tokens += len(output.token_ids)
                     if output.finish_reason == "error":
                         failures.append((index, output))
@@ -102,11 +105,14 @@ def generate_batch(
                 advance(tokens, woken.finished)
         except BaseException:
             for _, request_under_way in running.values():
-                request_under_way.abort()
+                suspend(frontend, request_under_way)
             raise
     answers = [output for output in outputs if output is not None]
+    if frontend.journal is not None:
+        for answer in answers:
+            frontend.journal.drop(answer.request_id)
     if failures:
-        raise _failure(failures, answers)
+        raise failure(failures, answers)
     return answers
 
 
@@ -127,7 +133,7 @@ def embed_batch(
         return []
     news: SimpleQueue[int | None] = SimpleQueue()  # indices of texts that are embedded; None at the end
     job = frontend.embedding_job([ids for _, ids in texts], lambda: news.put(None), embedded=news.put)
-    with _progress(len(texts), show_progress) as advance:
+    with progress_bar(len(texts), show_progress) as advance:
         try:
             job.start()
             while (index := news.get()) is not None:
@@ -148,7 +154,16 @@ def embed_batch(
     ]
 
 
-def _failure(failures: list[tuple[int, TextOutput]], answers: list[RequestOutput]) -> HeadraceError:
+def suspend(frontend: Frontend, request: TextRequest) -> None:
+    """End a request in this process; if a journal keeps it, the next one goes on with it."""
+    if isinstance(frontend.client, JournaledClient):
+        frontend.client.suspend(request.request_id)
+    else:
+        request.abort()
+
+
+def failure(failures: list[tuple[int, TextOutput]], answers: list[RequestOutput]) -> HeadraceError:
+    """What to raise when sequences have failed. ``failures``: each one's prompt by its place, and its end."""
     index, first = failures[0]
     message = first.error_message or "generation failed"
     kind = getattr(errors, first.error_kind or "", None)
@@ -160,24 +175,26 @@ def _failure(failures: list[tuple[int, TextOutput]], answers: list[RequestOutput
     )
 
 
-def _empty_output(request_id: str, request: BatchRequest) -> RequestOutput:
-    wants_logprobs = request.params.logprobs is not None
+def empty_output(request: TextRequest, text: str | None, params: SamplingParams) -> RequestOutput:
+    """The answers of a request that has had none."""
+    wants_logprobs = params.logprobs is not None
     return RequestOutput(
-        request_id=request_id,
-        prompt=request.text,
-        prompt_token_ids=request.token_ids,
+        request_id=request.request_id,
+        prompt=text,
+        prompt_token_ids=request.prompt_token_ids,
         outputs=[
             CompletionOutput(
                 index=choice,
                 logprobs=[] if wants_logprobs else None,
                 cumulative_logprob=0.0 if wants_logprobs else None,
             )
-            for choice in range(request.params.n)
+            for choice in range(params.n)
         ],
     )
 
 
-def _append(answer: RequestOutput, news: TextOutput, tokenizer: Tokenizer) -> None:
+def append(answer: RequestOutput, news: TextOutput, tokenizer: Tokenizer) -> None:
+    """Add news of one choice."""
     completion = answer.outputs[news.choice]
     completion.text += news.text
     completion.token_ids += news.token_ids
@@ -207,7 +224,7 @@ def candidates(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]
 
 
 @contextlib.contextmanager
-def _progress(total: int, show: bool) -> Iterator[Callable[[int, bool], None]]:
+def progress_bar(total: int, show: bool) -> Iterator[Callable[[int, bool], None]]:
     """A bar of finished prompts and tokens per second on stderr, if that is a terminal.
 
     Yields a function of new tokens and of whether a prompt has finished.

@@ -36,7 +36,7 @@ class BeamStream:
         self._frontend = frontend
         self._prompt = prompt_token_ids
         self._n = n
-        self._request_id = request_id
+        self.request_id = request_id
         self._sender = sender
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         room = frontend.max_model_len - len(prompt_token_ids)
@@ -87,7 +87,7 @@ class BeamStream:
             stream = await self._frontend.start(
                 [*self._prompt, *beam.token_ids],
                 params,
-                request_id=f"{self._request_id}-{step}-{number}",
+                request_id=f"{self.request_id}-{step}-{number}",
                 sender=self._sender,
             )
             self._streams.append(stream)

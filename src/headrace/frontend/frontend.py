@@ -9,11 +9,13 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from headrace.engine.client import EngineClient
+from headrace.engine.journaled_client import JournaledClient, journaled
 from headrace.engine.request import (
     NOBODY,
     EngineOutput,
@@ -32,8 +34,9 @@ from headrace.frontend.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:  # asyncio and jinja2 are imported where they are used: LLM needs neither to start
     from asyncio import AbstractEventLoop
 
-    from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+    from headrace.engine.config import CacheConfig, CheckpointConfig, ModelConfig, SchedulerConfig
     from headrace.engine.grammar import GrammarCompiler
+    from headrace.engine.journal import Journal
     from headrace.frontend.chat_template import ChatTemplate
     from headrace.frontend.stream import LoopWaker, TextStream
 
@@ -45,11 +48,13 @@ class Frontend:
     """Tokenises, submits, and turns tokens back into text; thread-safe, and never on the engine's thread.
 
     ``max_model_len``: tokens of prompt and output together that one sequence may have.
-    ``eos_token_ids``: tokens that end an answer.
+    ``eos_token_ids``: tokens that end an answer. ``journal``: where requests that have a note are kept, if
+    the client keeps any.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, model_name: str) -> None:
         self.client = client
+        self.journal: Journal | None = client.journal if isinstance(client, JournaledClient) else None
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.max_model_len = client.max_model_len
@@ -249,10 +254,12 @@ class Frontend:
         *,
         request_id: str | None = None,
         sender: Sender = NOBODY,
+        note: bytes = b"",
     ) -> TextRequest:
         """Queue a request whose owner calls ``process()`` and ``take()`` after each ``wake`` (on any thread).
 
-        Raises InvalidRequestError, ContextLengthError, OverloadedError or EngineDeadError at once.
+        ``note``: opaque; with one, a journal keeps the request until its answer is dropped there. Raises
+        InvalidRequestError, ContextLengthError, OverloadedError or EngineDeadError at once.
         """
         self.check_kind(embeds=False)
         self.tokenizer.token_bytes(0)  # raises if this tokenizer can't generate
@@ -266,6 +273,7 @@ class Frontend:
             tenant_weight=sender.tenant_weight,
             arrival_time=time.monotonic(),
             cache_salt=sender.cache_salt,
+            note=note if self.journal is not None else b"",
         )
         self.check(request.prompt_token_ids, params)
         request.bad_word_ids = self._bad_word_ids(params.bad_words)
@@ -280,13 +288,16 @@ class Frontend:
         *,
         request_id: str | None = None,
         sender: Sender = NOBODY,
+        note: bytes = b"",
     ) -> TextStream:
         """Submit now and return the stream of news. Raises as :meth:`submit` does, before any item."""
         from headrace.frontend.stream import TextStream
 
         return TextStream(
-            lambda wake: self.submit(prompt_token_ids, params, wake, request_id=request_id, sender=sender),
-            self._waker(),
+            lambda wake: self.submit(
+                prompt_token_ids, params, wake, request_id=request_id, sender=sender, note=note
+            ),
+            self.waker(),
         )
 
     async def stream(
@@ -347,8 +358,8 @@ class Frontend:
                 self.client.use_grammars(self._grammars)
             return self._grammars
 
-    def _waker(self) -> LoopWaker:
-        """The running event loop's."""
+    def waker(self) -> LoopWaker:
+        """What wakes streams on the running event loop."""
         import asyncio
 
         from headrace.frontend.stream import LoopWaker
@@ -368,11 +379,15 @@ def open_frontend(
     *,
     process: bool = False,
     progress: Progress | None = None,
+    checkpoint: CheckpointConfig | None = None,
 ) -> Frontend:
     """Find (or fetch) the model, load its tokenizer and its engine side by side, and join them.
 
-    ``process``: the engine runs in a process of its own instead of a thread. Raises ModelNotFoundError,
-    DownloadError, ModelFormatError, OutOfMemoryError or ConfigError, each with what would be right.
+    ``process``: the engine runs in a process of its own instead of a thread. ``checkpoint``: requests are
+    kept there, and those of the last process are in the frontend's ``journal.saved``; an engine's process
+    that dies is started again. Raises
+    ModelNotFoundError, DownloadError, ModelFormatError, OutOfMemoryError or ConfigError, each with what would
+    be right.
     """
     from headrace.model import store
 
@@ -387,8 +402,17 @@ def open_frontend(
         speculative = dataclasses.replace(speculative, model=str(draft))
         scheduler = dataclasses.replace(scheduler, speculative=speculative)
     loading = _InBackground(lambda: _tokenizer_of(path, draft))
-    client = _open_client(path, model, cache, scheduler, process=process)
+    open_client = partial(_open_client, path, model, cache, scheduler, process=process)
+    client: EngineClient
+    if process and checkpoint is not None:
+        from headrace.engine.reviving_client import RevivingClient
+
+        client = RevivingClient(open_client)
+    else:
+        client = open_client()
     try:
+        if checkpoint is not None:
+            client = journaled(client, checkpoint, model)
         return Frontend(client, loading.result(), model.model)
     except BaseException:
         client.close()

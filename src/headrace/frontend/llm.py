@@ -10,7 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from headrace.engine.config import (
+    CacheConfig,
+    CheckpointConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from headrace.engine.request import EngineStats, SamplingParams
 from headrace.errors import ConfigError, InvalidRequestError
 from headrace.frontend.batch import BatchRequest, embed_batch, generate_batch
@@ -22,6 +28,8 @@ from headrace.frontend.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from headrace.engine.journal import Journal
 
 __all__ = ["LLM", "Message", "Prompt", "SamplingParams"]
 
@@ -39,8 +47,9 @@ class LLM:
 
     Settings come as config objects or as plain arguments, which fill in what the object leaves at its
     default; where both say something different, ConfigError is raised. ``speculative_config`` is a
-    :class:`SpeculativeConfig` or a dict of its fields. ``progress`` is told how the model's download
-    advances. Not for use by several threads at once.
+    :class:`SpeculativeConfig` or a dict of its fields. ``checkpoint_path`` is a folder: prompts under way are
+    kept there, and another process goes on with them by :meth:`resume`. ``progress`` is told how the model's
+    download advances. Not for use by several threads at once.
 
     Other arguments of vLLM's LLM are taken with values that change nothing here (``tensor_parallel_size=1``,
     ``dtype="auto"``) and refused by name with others.
@@ -72,6 +81,8 @@ class LLM:
         model_config: ModelConfig | None = None,
         cache_config: CacheConfig | None = None,
         scheduler_config: SchedulerConfig | None = None,
+        checkpoint_path: str | None = None,
+        checkpoint_config: CheckpointConfig | None = None,
         progress: Progress | None = None,
         **vllm: Any,
     ) -> None:
@@ -111,6 +122,7 @@ class LLM:
             self.cache_config,
             dataclasses.replace(self.scheduler_config, max_queue_time_s=_NO_QUEUE_LIMIT_S),
             progress=progress,
+            checkpoint=_checkpoint(checkpoint_path, checkpoint_config),
         )
         self._close_at_the_end()
 
@@ -253,6 +265,27 @@ class LLM:
         encoded = [_checked(encode, prompt, at, len(inputs)) for at, prompt in enumerate(inputs)]
         return embed_batch(frontend, encoded, dimensions=dimensions, show_progress=use_tqdm)
 
+    def resume(self, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Answers to the prompts that an earlier process did not return from ``checkpoint_path``.
+
+        In their order of arrival; those that were complete already are among them. Prompts of that process
+        which had not reached the engine yet are not: compare ``prompt`` with yours. What this returns is
+        forgotten there, so that a second call returns nothing. Raises ConfigError without a
+        ``checkpoint_path``, and as :meth:`generate`.
+        """
+        self._journal()
+        from headrace.frontend.resume import resume_batch
+
+        return resume_batch(self._frontend, show_progress=use_tqdm)
+
+    def checkpoint(self) -> None:
+        """Wait until the disk holds all that prompts under way have had; any thread.
+
+        Without it that is so a second later at most, and a killed process loses nothing that matters. Raises
+        CheckpointError if the disk refuses, ConfigError without a ``checkpoint_path``.
+        """
+        self._journal().sync()
+
     def stats(self) -> EngineStats:
         """A snapshot: ``prefix_cache_hit_rate``, ``num_running_seqs``, ``kv_cache_usage`` and the rest."""
         return self._frontend.client.stats()
@@ -272,6 +305,13 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _journal(self) -> Journal:
+        if self._frontend.journal is None:
+            raise ConfigError(
+                "This LLM keeps no requests: give it a checkpoint_path.", param="checkpoint_path"
+            )
+        return self._frontend.journal
+
     def _close_at_the_end(self) -> None:
         """Close when this object goes or the program ends: no engine may outlive the interpreter."""
         weakref.finalize(self, self._frontend.close)
@@ -284,6 +324,8 @@ class LLM:
         show_progress: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
+        from headrace.frontend.resume import prompt_note
+
         priorities = _priorities(priority, len(inputs))
         params = _one_each(sampling_params, len(inputs))
         requests = []
@@ -296,7 +338,8 @@ class LLM:
                 return text, ids
 
             found = _checked(checked, item, index, len(inputs))
-            requests.append(BatchRequest(*found, its_params, priorities[index]))
+            note = b"" if self._frontend.journal is None else prompt_note(found[0])
+            requests.append(BatchRequest(*found, its_params, priorities[index], note))
         return self._batch(requests, show_progress)
 
     def _batch(self, requests: Sequence[BatchRequest], show_progress: bool) -> list[RequestOutput]:
@@ -380,6 +423,18 @@ def _with_arguments(config: Any, **arguments: Any) -> Any:
                 param=name,
             )
     return dataclasses.replace(config, **given)
+
+
+def _checkpoint(path: str | None, config: CheckpointConfig | None) -> CheckpointConfig | None:
+    """Whichever was given. Answers wait for as long as it takes: nobody else comes for them."""
+    if path is None:
+        return config
+    if config is not None and config.path != path:
+        raise ConfigError(
+            f"checkpoint_path is {path!r}, and {config.path!r} in CheckpointConfig; give it once.",
+            param="checkpoint_path",
+        )
+    return config or CheckpointConfig(path, grace_s=_NO_QUEUE_LIMIT_S)
 
 
 def _priorities(priority: Sequence[int] | None, count: int) -> Sequence[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+
+import msgspec
 
 from headrace.engine.client import EngineClient
 from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams
@@ -121,7 +123,10 @@ class TextRequest:
         request: EngineRequest,
         tokenizer: Tokenizer,
         wake: Callable[[TextRequest], None],
+        *,
+        one_by_one: bool = False,
     ) -> None:
+        """``one_by_one``: :meth:`take` has an output for each token."""
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self._client = client
@@ -139,11 +144,12 @@ class TextRequest:
             )
             for choice in range(request.params.n)
         ]
+        self._single: list[TextOutput] | None = [] if one_by_one else None
 
     @property
     def finished(self) -> bool:
         """Whether every choice has its finish_reason (which may still wait to be taken)."""
-        return all(choice.finished for choice in self._choices)
+        return not self.open_choices
 
     def receive(self, outputs: list[EngineOutput]) -> None:
         """The engine's sink."""
@@ -154,14 +160,62 @@ class TextRequest:
         """Turn what has been received into text; end choices whose stop string has come."""
         while self._inbox:
             for output in self._inbox.popleft():
-                if self._choices[output.choice].push(output):
+                if self._push(output):
                     self._client.abort(self.request_id, output.choice)
+
+    def replay(self, outputs: Iterable[EngineOutput]) -> None:
+        """Take in what another process has heard."""
+        for output in outputs:
+            self._push(output)
+
+    @property
+    def open_choices(self) -> list[int]:
+        """The choices without a finish_reason."""
+        return [index for index, choice in enumerate(self._choices) if not choice.finished]
 
     def take(self) -> list[TextOutput]:
         """At most one output per choice: everything since the last call. Empty if there is nothing."""
+        if self._single is not None:
+            taken, self._single = self._single, []
+            return taken
         return [news for choice in self._choices if (news := choice.take()) is not None]
+
+    def _push(self, output: EngineOutput) -> bool:
+        """Whether the engine has to be told to stop."""
+        choice = self._choices[output.choice]
+        if self._single is None:
+            return choice.push(output)
+        stop = False
+        for part in _parts(output):
+            stop = choice.push(part) or stop
+            if (news := choice.take()) is not None:
+                self._single.append(news)
+        return stop
 
     def abort(self) -> None:
         """End whatever still runs."""
         if not self.finished:
             self._client.abort(self.request_id)
+
+
+def _parts(output: EngineOutput) -> list[EngineOutput]:
+    """The same news, a token at a time."""
+    count = len(output.token_ids)
+    if count < 2:
+        return [output]
+    parts = []
+    for at in range(count):
+        last = at == count - 1
+        parts.append(
+            msgspec.structs.replace(
+                output,
+                token_ids=output.token_ids[at : at + 1],
+                logprobs=None if output.logprobs is None else output.logprobs[at : at + 1],
+                prompt_logprobs=output.prompt_logprobs if at == 0 else None,
+                finish_reason=output.finish_reason if last else None,
+                stop_token_id=output.stop_token_id if last else None,
+                error_message=output.error_message if last else None,
+                error_kind=output.error_kind if last else None,
+            )
+        )
+    return parts

@@ -38,6 +38,7 @@ _OURS_ONLY = tuple(
         "draft_seconds",
         "http_",
         "model_load_",
+        "checkpoint_",
     )
 )
 
@@ -81,6 +82,19 @@ class Stats(Protocol):
     num_steps: int
     step_seconds: float
     batch_tokens: int
+
+
+class JournalStats(Protocol):
+    """What the metrics read of a journal (``engine.journal.JournalStats``)."""
+
+    @property
+    def num_requests(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def broken(self) -> bool: ...
 
 
 class Metrics:
@@ -127,6 +141,10 @@ class Metrics:
         """Serve the engine's counters too, read by ``stats`` at every scrape."""
         self._load_seconds.labels(self._model_name).set(load_seconds)
         self.registry.register(_Aliased([_EngineCollector(self._model_name, stats)]))
+
+    def watch_journal(self, stats: Callable[[], JournalStats]) -> None:
+        """Serve what ``stats`` says of the journal, too."""
+        self.registry.register(_JournalCollector(self._model_name, stats))
 
     def finished(self, reason: str) -> None:
         """Count one choice that ended for ``reason``."""
@@ -183,6 +201,25 @@ class _ProcessCollector(Collector):
 def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+class _JournalCollector(Collector):
+    """Reads the journal's snapshot when asked."""
+
+    def __init__(self, model_name: str, stats: Callable[[], JournalStats]) -> None:
+        self._model = [model_name]
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for name, text, value in (
+            ("requests", "Requests in the journal: under way, or complete and kept.", stats.num_requests),
+            ("bytes", "Size of the journal.", stats.size_bytes),
+            ("broken", "1 while the journal cannot be written.", int(stats.broken)),
+        ):
+            metric = GaugeMetricFamily(f"headrace_checkpoint_{name}", text, labels=("model_name",))
+            metric.add_metric(self._model, value)
+            yield metric
 
 
 class _EngineCollector(Collector):

@@ -15,6 +15,7 @@ from headrace.server import documentation
 from headrace.server.embeddings import EmbeddingRoutes
 from headrace.server.middleware import Outermost
 from headrace.server.responses import Health, ModelCard, ModelList, encode
+from headrace.server.resume_routes import ResumeRoutes
 from headrace.server.routes import GenerationRoutes
 from headrace.server.state import ServerSettings, ServerState
 from headrace.web.errors import error_response
@@ -43,11 +44,14 @@ def build_app(state: ServerState) -> FastAPI:
     app.state.server = state
     routes = GenerationRoutes(state)
     embeddings = EmbeddingRoutes(state)
+    resume = ResumeRoutes(state)
     plain = _PlainRoutes(state)
     for path, method, handler in (
         ("/v1/chat/completions", "POST", routes.chat),
         ("/v1/completions", "POST", routes.completions),
         ("/v1/embeddings", "POST", embeddings.embeddings),
+        ("/v1/requests/{name}", "GET", resume.resume),
+        ("/v1/requests/{name}", "DELETE", resume.end),
         ("/v1/models", "GET", plain.models),
         ("/v1/models/{name:path}", "GET", plain.model),
         ("/health", "GET", plain.health),
@@ -60,7 +64,9 @@ def build_app(state: ServerState) -> FastAPI:
             methods=[method],
             response_model=None,
             name=handler.__name__,
-            openapi_extra=documentation.operation(path, authenticated=state.settings.api_key is not None),
+            openapi_extra=documentation.operation(
+                path, method, authenticated=state.settings.api_key is not None
+            ),
         )
     documentation.install(app)
     app.add_middleware(Outermost, state=state)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from headrace.engine.request import TokenLogprobs
 from headrace.frontend.outputs import TextOutput
 from headrace.frontend.tools import CallDelta, ToolParser
-from headrace.server.generation import Generation
+from headrace.server.generation import Outputs
 from headrace.server.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
+from headrace.server.positions import OVER, Positions
 from headrace.server.responses import (
     AssistantMessage,
     ChatChoice,
@@ -39,9 +40,12 @@ class ChatAnswer:
     continuous_usage: bool = False
     tools: ToolUse | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    positions: Positions | None = None
+    begun: bool = False
+    over: bool = False
     _parsers: dict[int, ToolParser] = field(default_factory=dict)
 
-    async def whole(self, generation: Generation) -> bytes:
+    async def whole(self, generation: Outputs) -> bytes:
         """The body of the answer, once every choice has finished."""
         texts: list[list[str]] = [[] for _ in range(self.n)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(self.n)]
@@ -77,32 +81,43 @@ class ChatAnswer:
             answer.prompt_logprobs = prompt_logprobs(self.tokenizer, scored or [])
         return encode(answer)
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The chunks as server-sent events, those of one step together."""
+    async def events(self, generation: Outputs) -> AsyncIterator[bytes]:
+        """The chunks as server-sent events, those of one step together.
+
+        With ``positions`` each has an id. What was told before (:meth:`skip`, ``begun``, ``over``) is not
+        told again.
+        """
         chunk = ChatCompletionChunk(self.id, self.created, self.model, self.fingerprint, [])
         if self.include_usage:
             chunk.usage = None
         events = bytearray()
-        for index in range(self.n):
+        for index in range(0 if self.begun else self.n):
             chunk.choices = [ChatChunkChoice(index, Delta(role="assistant", content=""))]
-            events += event(chunk)
+            # without an id but for the last one: whoever has it has them all
+            events += event(chunk, self.positions if index == self.n - 1 else None)
         async for outputs in generation:
             for output in outputs:
                 if (choice := self._choice(output)) is not None:
                     chunk.choices = [choice]
                     if self.continuous_usage:
                         chunk.usage = generation.settle()
-                    events += event(chunk)
+                    events += event(chunk, self.positions)
             if events:
                 yield bytes(events)
                 events.clear()
-        if self.include_usage:
+        if self.include_usage and not self.over:
             chunk.choices = []
             chunk.usage = generation.settle()
-            yield event(chunk)
+            yield event(chunk, None if self.positions is None else OVER)
+
+    def skip(self, output: TextOutput) -> None:
+        """Take note of what the client has been told."""
+        self._choice(output)
 
     def _choice(self, output: TextOutput) -> ChatChunkChoice | None:
         """None when there is nothing to tell: text that is held back has no chunk."""
+        if self.positions is not None:
+            self.positions.advance(output)
         choice = ChatChunkChoice(output.choice, Delta())
         content, calls = self._parsed(output.choice, output.text, ending=output.finish_reason is not None)
         if content:
@@ -124,7 +139,7 @@ class ChatAnswer:
             return text, []
         parser = self._parsers.get(choice)
         if parser is None:
-            parser = self._parsers[choice] = self.tools.parser()
+            parser = self._parsers[choice] = self.tools.parser(f"{self.id} {choice}")
         parsed = parser.push(text)
         if not ending:
             return parsed.content, parsed.calls

@@ -10,8 +10,9 @@ from msgspec import UNSET
 
 from headrace.engine.request import TokenLogprobs
 from headrace.frontend.outputs import TextOutput
-from headrace.server.generation import Generation
+from headrace.server.generation import Outputs
 from headrace.server.logprobs import TokenBytes, completion_logprobs, prompt_logprobs
+from headrace.server.positions import OVER, Positions
 from headrace.server.responses import Completion, CompletionChoice, CompletionLogprobs, encode, event
 
 
@@ -36,9 +37,12 @@ class CompletionAnswer:
     echo: list[str] = field(default_factory=list)
     first_tokens: list[int] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
+    positions: Positions | None = None
+    begun: bool = False
+    over: bool = False
     _offsets: dict[int, int] = field(default_factory=dict)
 
-    async def whole(self, generation: Generation) -> bytes:
+    async def whole(self, generation: Outputs) -> bytes:
         """The body of the answer, once every choice has finished."""
         count = self.n * self.prompts
         texts: list[list[str]] = [[self._echo(index)] for index in range(count)]
@@ -70,30 +74,40 @@ class CompletionAnswer:
         answer = Completion(self.id, self.created, self.model, self.fingerprint, choices, generation.settle())
         return encode(answer)
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The chunks as server-sent events, those of one step together."""
+    async def events(self, generation: Outputs) -> AsyncIterator[bytes]:
+        """The chunks as server-sent events, those of one step together.
+
+        With ``positions`` each has an id. What was told before (:meth:`skip`, ``begun``, ``over``) is not
+        told again.
+        """
         chunk = Completion(self.id, self.created, self.model, self.fingerprint, [])
         if self.include_usage:
             chunk.usage = None
         events = bytearray()
-        if self.echo:
-            for index in range(self.n * self.prompts):
+        if self.echo and not self.begun:
+            last = self.n * self.prompts - 1
+            for index in range(last + 1):
                 chunk.choices = [CompletionChoice(index, self._echo(index))]
-                events += event(chunk)
+                # without an id but for the last one: whoever has it has them all
+                events += event(chunk, self.positions if index == last else None)
         async for outputs in generation:
             for output in outputs:
                 if (choice := self._choice(output)) is not None:
                     chunk.choices = [choice]
                     if self.continuous_usage:
                         chunk.usage = generation.settle()
-                    events += event(chunk)
+                    events += event(chunk, self.positions)
             if events:
                 yield bytes(events)
                 events.clear()
-        if self.include_usage:
+        if self.include_usage and not self.over:
             chunk.choices = []
             chunk.usage = generation.settle()
-            yield event(chunk)
+            yield event(chunk, None if self.positions is None else OVER)
+
+    def skip(self, output: TextOutput) -> None:
+        """Take note of what the client has been told."""
+        self._choice(output)
 
     def _echo(self, choice: int) -> str:
         return self.echo[choice // self.n] if self.echo else ""
@@ -108,6 +122,8 @@ class CompletionAnswer:
         return completion_logprobs(self.tokenizer, scored + sampled, 0, first)[0]
 
     def _choice(self, output: TextOutput) -> CompletionChoice | None:
+        if self.positions is not None:
+            self.positions.advance(output)
         choice = CompletionChoice(output.choice, output.text)
         if self.wants_logprobs and output.logprobs:
             choice.logprobs, self._offsets[output.choice] = completion_logprobs(

@@ -29,6 +29,7 @@ _EVENTS: dict[str, type] = {
     "/v1/chat/completions": responses.ChatCompletionChunk,
     "/v1/completions": responses.Completion,
 }
+_RESUME = "/v1/requests/{name}"
 # One event of a stream; its data is a chunk's JSON or [DONE].
 _EVENT = {
     "type": "object",
@@ -46,11 +47,22 @@ _REFUSALS = {
     "503": "Loading, draining or overloaded: try again after `retry-after` seconds.",
     "504": "The request's `timeout_s` has passed, or cannot be kept.",
 }
+_RESUME_REFUSALS = {
+    "400": "`Last-Event-ID` is no id of an event of this answer.",
+    "401": "The API key is missing or wrong.",
+    "404": "No such answer is kept for you.",
+    "409": "It cannot go on from there.",
+    "500": "Generation failed.",
+    "503": "Loading or draining: try again after `retry-after` seconds.",
+    "504": "The request's `timeout_s` has passed.",
+}
 
 
-def operation(path: str, *, authenticated: bool) -> dict[str, Any]:
+def operation(path: str, method: str, *, authenticated: bool) -> dict[str, Any]:
     """What OpenAPI says of a route beyond its summary."""
     out: dict[str, Any] = {"responses": {}}
+    if path == _RESUME:
+        return _resume(method, authenticated=authenticated)
     if path in _BODIES:
         body = {"application/json": {"schema": _ref(_BODIES[path])}}
         out["requestBody"] = {"required": True, "content": body}
@@ -83,6 +95,38 @@ def operation(path: str, *, authenticated: bool) -> dict[str, Any]:
     return out
 
 
+def _resume(method: str, *, authenticated: bool) -> dict[str, Any]:
+    """Of the route that goes on with an answer: the answer of either generation route."""
+    answers = {
+        "application/json": {
+            "schema": {"oneOf": [_ref(responses.ChatCompletion), _ref(responses.Completion)]}
+        },
+        "text/event-stream": {"schema": _EVENT},
+    }
+    ended = {"204": {"description": "It has ended and is forgotten."}}
+    out: dict[str, Any] = {
+        "responses": {"200": {"content": answers}} if method == "GET" else ended,
+    }
+    if method == "GET":
+        out["parameters"] = [
+            {
+                "name": "Last-Event-ID",
+                "in": "header",
+                "required": False,
+                "description": "Of a stream: the id of the last event that has arrived.",
+                "schema": {"type": "string"},
+            }
+        ]
+    for status in _RESUME_REFUSALS:
+        out["responses"][status] = {
+            "description": _RESUME_REFUSALS[status],
+            "content": {"application/json": {"schema": _ref(ErrorBody)}},
+        }
+    if authenticated:
+        out["security"] = [{"apiKey": []}]
+    return out
+
+
 def install(app: FastAPI) -> None:
     """Make ``app.openapi()`` carry the structs' schemas and nothing that no route uses."""
     made_by_fastapi = app.openapi
@@ -99,7 +143,7 @@ def install(app: FastAPI) -> None:
             for path in schema["paths"].values():
                 for method in path.values():
                     method["responses"].pop("422", None)  # this server answers 400
-                    content = method["responses"]["200"]["content"]
+                    content = method["responses"].get("200", {}).get("content", {})
                     if "text/plain" in content:
                         content.pop("application/json", None)
             app.openapi_schema = schema

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.engine.request import NOBODY, SamplingParams, Sender
 from headrace.errors import OverloadedError
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     from headrace.frontend.stream import TextStream
 
 _MERGE_LIMIT = 64  # lists of outputs that wait for a slow client before its pumps do
+
+
+class Outputs(Protocol):
+    """What an answer is written from: lists of outputs, and the usage so far."""
+
+    def __aiter__(self) -> AsyncIterator[list[TextOutput]]: ...
+
+    def settle(self) -> Usage: ...
+
+    async def aclose(self) -> None: ...
+
+    def collected(self) -> None: ...
 
 
 class Generation:
@@ -57,16 +69,19 @@ class Generation:
         params: SamplingParams,
         sender: Sender = NOBODY,
         beams: BeamSearchParams | None = None,
+        notes: list[bytes] | None = None,
     ) -> None:
         """Submit all prompts; with ``beams``, the ``n`` best answers are searched instead of sampled.
 
-        Raises what the frontend raises, with nothing left running after aclose.
+        ``notes``: one for each prompt, that a journal keeps with it; a search is not kept. Raises what the
+        frontend raises, with nothing left running after aclose.
         """
         self._n = params.n
         self.usage.prompt_tokens = sum(map(len, prompts))
         for number, prompt in enumerate(prompts):
             name = self._request_id if len(prompts) == 1 else f"{self._request_id}-{number}"
-            stream = await self._stream(prompt, params, name, sender, beams)
+            note = notes[number] if notes else b""
+            stream = await self._stream(prompt, params, name, sender, beams, note)
             self._streams.append(stream)
             self._last_output.update(dict.fromkeys(range(number * self._n, (number + 1) * self._n), 0.0))
         self._outputs = self._merged()
@@ -78,9 +93,10 @@ class Generation:
         name: str,
         sender: Sender,
         beams: BeamSearchParams | None,
+        note: bytes,
     ) -> TextStream | BeamStream:
         if beams is None:
-            return await self._frontend.start(prompt, params, request_id=name, sender=sender)
+            return await self._frontend.start(prompt, params, request_id=name, sender=sender, note=note)
         self._frontend.check(prompt, params)
         return BeamStream(
             self._frontend,
@@ -170,10 +186,7 @@ class Generation:
             return
         self._last_output.pop(choice, None)
         metrics.finished(output.finish_reason)
-        if output.finish_reason == "error":
-            raise error_of_kind(output.error_kind, output.error_message)
-        if output.finish_reason == "abort":
-            raise OverloadedError("the server is shutting down and ended this request")
+        raise_if_failed(output)
 
     def settle(self) -> Usage:
         """The usage so far; final once iteration has ended."""
@@ -182,6 +195,12 @@ class Generation:
         usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
         usage.prompt_tokens_details = PromptTokensDetails(sum(self._cached.values()))
         return usage
+
+    def collected(self) -> None:
+        """The client has all of it: no journal need keep it."""
+        if (journal := self._frontend.journal) is not None:
+            for stream in self._streams:
+                journal.drop(stream.request_id)
 
     async def aclose(self) -> None:
         """End what still runs and record the request. Closing twice is fine."""
@@ -215,3 +234,11 @@ class Generation:
             cached_tokens=usage.prompt_tokens_details.cached_tokens,
             completion_tokens=usage.completion_tokens,
         )
+
+
+def raise_if_failed(output: TextOutput) -> None:
+    """Raise what an end stands for that is no answer's."""
+    if output.finish_reason == "error":
+        raise error_of_kind(output.error_kind, output.error_message)
+    if output.finish_reason == "abort":
+        raise OverloadedError("the server is shutting down and ended this request")

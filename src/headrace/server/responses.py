@@ -237,6 +237,7 @@ class Health(msgspec.Struct):
     status: Literal["ok", "loading", "draining", "failed"]
 
 
-def event(chunk: msgspec.Struct) -> bytes:
-    """``chunk`` as one server-sent event."""
-    return b"data: " + encode(chunk) + b"\n\n"
+def event(chunk: msgspec.Struct, name: object = None) -> bytes:
+    """``chunk`` as one server-sent event; ``name``: its id, if it has one."""
+    data = b"data: " + encode(chunk) + b"\n\n"
+    return data if name is None else b"id: %s\n" % str(name).encode() + data

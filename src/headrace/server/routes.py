@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine.request import SamplingParams
-from headrace.errors import HeadraceError, InvalidRequestError
+from headrace.errors import EngineDeadError, HeadraceError, InvalidRequestError, OverloadedError
 from headrace.frontend.tools import tool_format
 from headrace.server import requests
-from headrace.server.chat import ChatAnswer
-from headrace.server.completions import CompletionAnswer
-from headrace.server.generation import Generation
+from headrace.server.generation import Generation, Outputs
 from headrace.server.params import beam_params, chat_params, completion_params
+from headrace.server.positions import Positions
 from headrace.server.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from headrace.server.saved_answer import SavedAnswer
 from headrace.server.sender import sender_of
 from headrace.server.state import ServerState
 from headrace.server.structured import compile_grammar, structured_outputs
@@ -34,12 +36,16 @@ _INLINE_BYTES = 4096  # a body up to this size is parsed and tokenised in well u
 T = TypeVar("T")
 
 
+_GOES_ON = (OverloadedError, EngineDeadError)
+"""What ends a request here that, if a journal keeps it, has not ended."""
+
+
 class Answer(Protocol):
     """A route's way to write the outputs of a generation."""
 
-    async def whole(self, generation: Generation) -> bytes: ...
+    async def whole(self, generation: Outputs) -> bytes: ...
 
-    def events(self, generation: Generation) -> AsyncIterator[bytes]: ...
+    def events(self, generation: Outputs) -> AsyncIterator[bytes]: ...
 
 
 class GenerationRoutes:
@@ -76,19 +82,21 @@ class GenerationRoutes:
             ids = frontend.encode_chat(messages, told, add_generation_prompt=opening, **extra)
             return [frontend.truncate(ids, params)]
 
-        answer = ChatAnswer(
+        plan = SavedAnswer(
+            kind="chat",
             id=unique_id("chatcmpl"),
             model=request.model or self._state.names[0],
-            fingerprint=frontend.client.capabilities.fingerprint,
-            tokenizer=frontend.tokenizer,
+            created=int(time.time()),
+            request_name=http.scope["state"]["request_id"],
             n=params.n,
+            stream=bool(request.stream),
             wants_logprobs=bool(request.logprobs),
             wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
             continuous_usage=_continuous_usage(request),
             tools=tools,
         )
-        return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
+        return await self._serve(http, frontend, request, params, plan, tokenise, size)
 
     async def completions(self, http: Request) -> Response:
         """``POST /v1/completions``."""
@@ -121,13 +129,15 @@ class GenerationRoutes:
                 out.append(ids)
             return out
 
-        answer = CompletionAnswer(
+        plan = SavedAnswer(
+            kind="completion",
             id=unique_id("cmpl"),
             model=request.model or self._state.names[0],
-            fingerprint=frontend.client.capabilities.fingerprint,
-            tokenizer=frontend.tokenizer,
+            created=int(time.time()),
+            request_name=http.scope["state"]["request_id"],
             n=params.n,
             prompts=len(prompts),
+            stream=bool(request.stream),
             wants_logprobs=request.logprobs is not None,
             wants_prompt_logprobs=request.prompt_logprobs is not None,
             include_usage=_include_usage(request),
@@ -135,7 +145,7 @@ class GenerationRoutes:
             echo=echo,
             first_tokens=first_tokens,
         )
-        return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
+        return await self._serve(http, frontend, request, params, plan, tokenise, size)
 
     async def _serve(
         self,
@@ -143,31 +153,32 @@ class GenerationRoutes:
         frontend: Frontend,
         request: GenerationRequest,
         params: SamplingParams,
-        request_id: str,
+        plan: SavedAnswer,
         tokenise: Callable[[], list[list[int]]],
         size: int,
-        answer: Answer,
     ) -> Response:
         line: dict[str, Any] = http.scope["state"]["log"]
-        line.update(generation_id=request_id, stream=bool(request.stream))
+        line.update(generation_id=plan.id, stream=plan.stream)
         sender, params.timeout_s = sender_of(
             http.headers,
             self._state.settings.gateway_credential,
             priority=request.priority,
             timeout_s=request.timeout_s,
         )
-        generation = Generation(self._state, frontend, request_id, line)
+        generation = Generation(self._state, frontend, plan.id, line)
+        kept = frontend.journal is not None and not request.use_beam_search
+        answer = plan.open(frontend)
+        if kept:
+            answer.positions = Positions([0] * (plan.n * plan.prompts))
 
         async def work() -> Response:
             heavy = size if params.structured_outputs is None else _INLINE_BYTES + 1  # a grammar to compile
             prompts = await off_loop(tokenise, heavy)
             beams = beam_params(request, params, frontend.max_model_len)
-            await generation.start(prompts, params, sender, beams)
-            if request.stream:
+            await generation.start(prompts, params, sender, beams, plan.notes() if kept else None)
+            if plan.stream:
                 await generation.first()
-                events = _Events(self._state, generation, answer, line)
-                return EventStream(events, write_timeout_s=self._state.settings.write_timeout_s)
-            return Response(await answer.whole(generation), media_type="application/json")
+            return await respond(self._state, generation, answer, plan, line)
 
         streaming = False
         try:
@@ -177,18 +188,29 @@ class GenerationRoutes:
         except HeadraceError as error:
             line["error"] = error.code
             self._state.note(error)
+            if not isinstance(error, _GOES_ON):
+                generation.collected()
             raise
         finally:
             if not streaming:  # an EventStream closes it when it ends
                 await generation.aclose()
 
 
+async def respond(
+    state: ServerState, generation: Outputs, answer: Answer, plan: SavedAnswer, line: dict[str, Any]
+) -> Response:
+    """The answer as it was asked for. A stream closes ``generation`` when it ends, nobody else does."""
+    if plan.stream:
+        events = _Events(state, generation, answer, line)
+        return EventStream(events, write_timeout_s=state.settings.write_timeout_s)
+    body = await answer.whole(generation)
+    return Response(body, media_type="application/json", background=BackgroundTask(generation.collected))
+
+
 class _Events:
     """The events of one stream: chunks and ``[DONE]``, or chunks and one error event."""
 
-    def __init__(
-        self, state: ServerState, generation: Generation, answer: Answer, line: dict[str, Any]
-    ) -> None:
+    def __init__(self, state: ServerState, generation: Outputs, answer: Answer, line: dict[str, Any]) -> None:
         self._state = state
         self._generation = generation
         self._answer = answer
@@ -199,10 +221,13 @@ class _Events:
             async for data in self._answer.events(self._generation):
                 yield data
             yield b"data: [DONE]\n\n"
+            self._generation.collected()
         except HeadraceError as error:
             self._line["error"] = error.code
             self._state.note(error)
             yield error_event(error)
+            if not isinstance(error, _GOES_ON):
+                self._generation.collected()
         except Exception as error:
             self._line["error"] = HeadraceError.code
             self._state.log.error("unexpected error in a stream", exc_info=error, **self._line)

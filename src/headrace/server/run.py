@@ -21,6 +21,7 @@ from headrace.web.run import Server, uvicorn_config
 if TYPE_CHECKING:
     import uvicorn
 
+    from headrace.engine.journal import Journal
     from headrace.frontend.frontend import Frontend
 
 _LAST_WORDS_S = 2.0  # for aborted streams to send their error event and close
@@ -68,11 +69,14 @@ class _Life:
         self._on_ready = on_ready
         self._drain_timeout_s = drain_timeout_s
         self._stop = asyncio.Event()
+        self._syncing: asyncio.Task[None] | None = None  # the loop itself keeps only a weak reference
 
     async def live(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        if hasattr(signal, "SIGUSR1"):
+            loop.add_signal_handler(signal.SIGUSR1, self._checkpoint)
         serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         stopping = asyncio.create_task(self._stop.wait())
         try:
@@ -101,9 +105,25 @@ class _Life:
             return
         frontend = loading.result()
         self._state.ready(frontend, time.monotonic() - began)
+        if self._state.resumed is not None and not self._stop.is_set():
+            self._state.resumed.start()
         if not self._stop.is_set():
             self._on_ready(frontend)
             await asyncio.to_thread(_warm_up, frontend)
+
+    def _checkpoint(self) -> None:
+        """Have the disk hold what requests have had, where they are kept."""
+        frontend = self._state.loaded
+        if frontend is not None and frontend.journal is not None:
+            self._syncing = asyncio.create_task(self._sync(frontend.journal))
+
+    async def _sync(self, journal: Journal) -> None:
+        try:
+            await asyncio.to_thread(journal.sync)
+        except HeadraceError as error:
+            self._state.log.error("checkpoint failed", error=error.message)
+        else:
+            self._state.log.info("checkpoint", requests=journal.stats().num_requests)
 
     async def _drain(self) -> None:
         in_flight = self._state.in_flight

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from headrace.frontend.frontend import Frontend
+    from headrace.server.resumed import ResumedAnswers
 
 Phase = Literal["loading", "ok", "draining", "failed"]
 
@@ -47,6 +48,7 @@ class ServerState:
         self._idle.set()
         self._names = settings.served_model_names
         self._frontend: Frontend | None = None
+        self.resumed: ResumedAnswers | None = None  # where requests are kept
         self._metrics: Metrics | None = None
 
     def ready(self, frontend: Frontend, load_seconds: float = 0.0) -> None:
@@ -54,6 +56,11 @@ class ServerState:
         self._names = self._names or (frontend.model_name,)
         self.metrics.watch(frontend.client.stats, load_seconds)
         self._frontend = frontend
+        if frontend.journal is not None:
+            from headrace.server.resumed import ResumedAnswers  # it knows this class
+
+            self.metrics.watch_journal(frontend.journal.stats)
+            self.resumed = ResumedAnswers(self, frontend)
         if self.phase == "loading":
             self.phase = "ok"
 

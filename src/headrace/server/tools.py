@@ -91,10 +91,10 @@ class ToolUse:
                 )
             raise
 
-    def parser(self) -> ToolParser:
-        """A parser for one choice."""
+    def parser(self, seed: str) -> ToolParser:
+        """A parser for one choice; ``seed`` is of the ids of its calls."""
         names = frozenset(tool["function"]["name"] for tool in self.tools)
-        return ToolParser(self.form, names, parallel=self.parallel)
+        return ToolParser(self.form, names, parallel=self.parallel, seed=seed)
 
 
 def tool_use(

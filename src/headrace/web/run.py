@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 def uvicorn_config(
     app: ASGIApp, bounds: Bounds, log: FilteringBoundLogger, *, last_words_s: float
 ) -> uvicorn.Config:
-    """Settings of a server of ``app``; what libraries log goes to ``log``.
+    """Settings of a server of ``app``; what libraries and our own rooms log goes to ``log``.
 
     ``last_words_s``: for aborted streams to send their error event and close when the server ends.
     """
     forward = Forward(log)
-    for name in ("uvicorn.error", "asyncio"):
+    for name in ("uvicorn.error", "asyncio", "headrace"):
         logging.getLogger(name).handlers = [forward]
         logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger(name).propagate = False

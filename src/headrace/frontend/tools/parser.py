@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import string
 from collections.abc import Collection
@@ -41,11 +42,15 @@ class ToolParser:
     """Reads one choice's output. Whatever pieces it comes in, joined deltas are the same.
 
     What begins like a call but is none, or calls none of the functions ``names``, stays content; white space
-    around calls is dropped. ``parallel``: False keeps the first call only.
+    around calls is dropped. ``parallel``: False keeps the first call only. ``seed``: what the ids of calls
+    are made of, so that one who reads the output again gives the same ones; None: random ids.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str], *, parallel: bool = True) -> None:
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], *, parallel: bool = True, seed: str | None = None
+    ) -> None:
         self.num_calls = 0
+        self._seed = os.urandom(12).hex() if seed is None else seed
         self._form = form
         self._names = names
         self._parallel = parallel
@@ -171,9 +176,10 @@ class ToolParser:
         self._held = text[len(stripped) :]
 
     def _new_id(self) -> str:
+        digest = hashlib.sha256(f"{self._seed} {self.num_calls}".encode()).digest()
         if self._form.short_ids:
-            return "".join(_LETTERS[byte % len(_LETTERS)] for byte in os.urandom(9))
-        return f"call_{os.urandom(12).hex()}"
+            return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest[:9])
+        return f"call_{digest[:12].hex()}"
 
 
 def _beginning(text: str, mark: str) -> int:
