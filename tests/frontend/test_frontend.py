@@ -16,6 +16,7 @@ from headrace.engine.request import SamplingParams
 from headrace.errors import ContextLengthError, EngineDeadError, InvalidRequestError, OverloadedError
 from headrace.frontend.frontend import Frontend
 from headrace.frontend.outputs import TextOutput
+from headrace.frontend.text_request import TextRequest
 from tests.frontend.byte_model import EOS, VOCAB
 
 PROMPT = [10, 20, 30]
@@ -116,6 +117,27 @@ def test_a_stop_string_frees_the_engine_although_nobody_reads(make_frontend: Cal
     assert output.text == free.text[:8]
     assert output.finish_reason == "stop"
     assert frontend.client.stats().generation_tokens < 300
+
+
+@pytest.mark.parametrize(("stop", "most"), [(None, 3), ("never", 40)])
+def test_an_owner_in_no_hurry_is_woken_once_for_many_steps(
+    frontend: Frontend, stop: str | None, most: int
+) -> None:
+    """But at once by an end, and by every token that may complete a stop string."""
+    wakes: list[object] = []
+    ended = threading.Event()
+
+    def wake(request: TextRequest) -> None:
+        wakes.append(request)
+        if len(wakes) == most:
+            ended.set()
+
+    request = frontend.submit(PROMPT, params(stop=stop), wake, gather=16)
+    assert ended.wait(30)
+    wait_until_idle(frontend)
+    request.process()
+    assert request.finished and len(wakes) == most
+    assert sum(len(output.token_ids) for output in request.take()) == 40
 
 
 def test_min_tokens_are_not_searched_for_stop_strings(frontend: Frontend) -> None:

@@ -26,6 +26,8 @@ from headrace.frontend.outputs import (
 from headrace.frontend.text_request import TextRequest
 from headrace.frontend.tokenizer import Tokenizer
 
+_GATHER = 16  # steps of a sequence whose tokens become text together: the engine needs the cores meanwhile
+
 
 class BatchError(GenerationError):
     """Some sequences of a batch failed. ``outputs`` hold all answers; failed ones end with ``error``."""
@@ -77,6 +79,7 @@ def generate_batch(
                             news.put,
                             sender=Sender(priority=request.priority),
                             note=request.note,
+                            gather=_GATHER,
                         )
                     except OverloadedError:
                         if not running:

@@ -255,9 +255,11 @@ class Frontend:
         request_id: str | None = None,
         sender: Sender = NOBODY,
         note: bytes = b"",
+        gather: int = 1,
     ) -> TextRequest:
         """Queue a request whose owner calls ``process()`` and ``take()`` after each ``wake`` (on any thread).
 
+        ``gather``: the owner is in no hurry, and may be woken once for so many steps.
         ``note``: opaque; with one, a journal keeps the request until its answer is dropped there. Raises
         InvalidRequestError, ContextLengthError, OverloadedError or EngineDeadError at once.
         """
@@ -277,7 +279,7 @@ class Frontend:
         )
         self.check(request.prompt_token_ids, params)
         request.bad_word_ids = self._bad_word_ids(params.bad_words)
-        text_request = TextRequest(self.client, request, self.tokenizer, wake)
+        text_request = TextRequest(self.client, request, self.tokenizer, wake, gather=gather)
         self.client.submit(request, text_request.receive)
         return text_request
 
