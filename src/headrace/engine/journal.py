@@ -27,7 +27,6 @@ from headrace.engine.saved import (
     Record,
     SavedRequest,
     SavedRequests,
-    join,
 )
 from headrace.errors import CheckpointError, ConfigError
 
@@ -148,7 +147,8 @@ class Journal:
         if self._closed:
             return
         self._inbox.append(item)
-        self._wake.set()
+        if not self._wake.is_set():  # asking is much cheaper than setting
+            self._wake.set()
         if urgent:
             self._urgent.set()
 
@@ -175,28 +175,28 @@ class Journal:
         self._wake.clear()
         self._urgent.clear()  # before the inbox is read: what comes later sets them again
         records: list[Record] = []
-        heard: dict[tuple[str, int], EngineOutput] = {}
+        heard: dict[tuple[str, int], None] = {}  # choices that have had something
+        now = time.time()
         waiting: list[_Sync] = []
         closed = False
         while self._inbox and not closed:
             item = self._inbox.popleft()
             if isinstance(item, list):
                 for output in item:
-                    self._hear(output, heard)
+                    if self._hear(output, now):
+                        heard[output.request_id, output.choice] = None
             elif isinstance(item, _Sync):
                 waiting.append(item)
             else:
-                if isinstance(item, Dropped):
-                    if not self._drop(item.request_id):
-                        continue
-                    for key in [key for key in heard if key[0] == item.request_id]:
-                        del heard[key]
-                else:
+                if not isinstance(item, Dropped):
                     self._requests.apply(item)
+                elif not self._drop(item.request_id):
+                    continue
                 closed = isinstance(item, Closed)
                 records.append(item)
-        now = time.time()
-        records += [Heard(output, now) for output in heard.values()]
+        for name, choice in heard:
+            if (saved := self._requests.get(name)) is not None and choice in saved.outputs:
+                records.append(Heard(saved.unwritten(choice), now))
         records += self._forget(now)
         self._write(records, sync=bool(waiting) or closed)
         for each in waiting:
@@ -204,16 +204,14 @@ class Journal:
             each.done.set()
         return closed
 
-    def _hear(self, output: EngineOutput, heard: dict[tuple[str, int], EngineOutput]) -> None:
-        key = output.request_id, output.choice
+    def _hear(self, output: EngineOutput, now: float) -> bool:
+        """Whether it is news of a request that is kept."""
         saved = self._requests.get(output.request_id)
-        if saved is None or not saved.take(output, time.time()):
-            return
+        if saved is None or not saved.take(output, now):
+            return False
         if saved.ended is not None:
             self._complete[output.request_id] = None
-        if key not in heard:
-            heard[key] = EngineOutput(request_id=output.request_id, choice=output.choice)
-        join(heard[key], output)
+        return True
 
     def _forget(self, now: float) -> list[Record]:
         """Complete answers that nobody has come for in time, or for which there is no room."""
