@@ -130,6 +130,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
     """One client's request, tokenised. ``params.n`` sequences come of it.
 
     ``kind``: what is wanted; decoders generate, encoders embed. Of the parameters an embedding uses none.
+    ``output_token_ids``: for a request that another engine has begun. The answer goes on behind them as if
+    they were its own: positions, penalties, grammar and limits count them; only new ones are news.
     """
 
     request_id: str
@@ -143,6 +145,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
     cache_salt: str = ""
     bad_word_ids: list[list[int]] = msgspec.field(default_factory=list)  # no output spells one of these
     kind: Literal["generate", "embed"] = "generate"
+    output_token_ids: list[list[int]] = msgspec.field(default_factory=list)  # by choice: generated elsewhere
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

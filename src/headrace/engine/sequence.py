@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,7 +148,10 @@ class Request:
         self.was_scheduled = False
         self.grammar = grammar
         prompt = np.array(request.prompt_token_ids, np.int32)
-        self.sequences = {choice: Sequence(self, choice, prompt) for choice in range(params.n)}
+        outputs = request.output_token_ids or [[]] * params.n
+        self.sequences = {
+            choice: Sequence(self, choice, prompt, output) for choice, output in enumerate(outputs)
+        }
 
 
 class Sequence:
@@ -185,8 +189,11 @@ class Sequence:
         "waits_for",
     )
 
-    def __init__(self, request: Request, choice: int, prompt: Int32) -> None:
-        """``prompt`` is shared between a request's sequences: the first append copies it."""
+    def __init__(self, request: Request, choice: int, prompt: Int32, output: Iterable[int] = ()) -> None:
+        """``prompt`` is shared between a request's sequences: the first append copies it.
+
+        ``output``: tokens generated elsewhere. Like one that was preempted, it knows more than it computed.
+        """
         self.request = request
         self.choice = choice
         self.rank: Rank = (request.urgency, request.number, choice)
@@ -220,6 +227,8 @@ class Sequence:
         self._bans = _bias_arrays(banned) if params.min_tokens > 0 else self._bias
         shaped = (self._seen, self._bias, self._bans, self.prompt_logprobs, request.allowed)
         self.is_plain = all(each is None for each in (*shaped, self.matcher)) and not request.bad_words
+        for token in output:
+            self.append(token)
 
     @property
     def num_known_tokens(self) -> int:

@@ -44,6 +44,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         request.params.validate(self.vocab_size)
         self._check_kind(request)
         self._check_prompt(request.prompt_token_ids)
+        self._check_output(request)
 
     def check_queue(self, num_waiting: int) -> None:
         """Raise OverloadedError if the waiting line is full."""
@@ -83,6 +84,27 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
                 param="prompt",
             )
         _check_ids("prompt", prompt, self.vocab_size)
+
+    def _check_output(self, request: EngineRequest) -> None:
+        """What another engine has generated of the answer leaves something to generate."""
+        outputs, params = request.output_token_ids, request.params
+        if outputs == []:
+            return
+        if not isinstance(outputs, list) or self.embeds or len(outputs) != params.n:
+            raise InvalidRequestError(
+                "output_token_ids must be empty, or hold a list of token ids for each choice of an answer.",
+                param="output_token_ids",
+            )
+        most = self.max_model_len - len(request.prompt_token_ids)
+        most = most if params.max_tokens is None else min(most, params.max_tokens)
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)}
+        for output in outputs:
+            _check_ids("output_token_ids", output, self.vocab_size)
+            if len(output) >= most or not stops.isdisjoint(output):
+                raise InvalidRequestError(
+                    "output_token_ids is a whole answer already: its limit or a stop token is reached.",
+                    param="output_token_ids",
+                )
 
 
 def wrong_kind(*, embeds: bool) -> InvalidRequestError:

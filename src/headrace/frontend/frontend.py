@@ -250,9 +250,11 @@ class Frontend:
         *,
         request_id: str | None = None,
         sender: Sender = NOBODY,
+        output_token_ids: Sequence[int] = (),
     ) -> TextRequest:
         """Queue a request whose owner calls ``process()`` and ``take()`` after each ``wake`` (on any thread).
 
+        ``output_token_ids``: of an answer (``n`` = 1) that broke off elsewhere; its rest is what comes.
         Raises InvalidRequestError, ContextLengthError, OverloadedError or EngineDeadError at once.
         """
         self.check_kind(embeds=False)
@@ -267,6 +269,7 @@ class Frontend:
             tenant_weight=sender.tenant_weight,
             arrival_time=time.monotonic(),
             cache_salt=sender.cache_salt,
+            output_token_ids=[list(output_token_ids)] if output_token_ids else [],
         )
         self.check(request.prompt_token_ids, params)
         request.bad_word_ids = self._bad_word_ids(params.bad_words)
@@ -281,12 +284,20 @@ class Frontend:
         *,
         request_id: str | None = None,
         sender: Sender = NOBODY,
+        output_token_ids: Sequence[int] = (),
     ) -> TextStream:
         """Submit now and return the stream of news. Raises as :meth:`submit` does, before any item."""
         from headrace.frontend.stream import TextStream
 
         return TextStream(
-            lambda wake: self.submit(prompt_token_ids, params, wake, request_id=request_id, sender=sender),
+            lambda wake: self.submit(
+                prompt_token_ids,
+                params,
+                wake,
+                request_id=request_id,
+                sender=sender,
+                output_token_ids=output_token_ids,
+            ),
             self._waker(),
         )
 

@@ -165,7 +165,7 @@ class GatewayApp:
             raise ModelNotFoundError(f"the model `{wanted[:200]}` does not exist here, or not for this key")
 
     def _card(self, name: str, model: str) -> dict[str, Any]:
-        contexts = [target.served.context for target in self._gateway.targets[model]]
+        contexts = [target.context for target in self._gateway.targets[model]]
         longest = max((length for length in contexts if length is not None), default=None)
         return {
             "id": name,

@@ -11,12 +11,27 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from headrace.errors import ConfigError
+from headrace.gateway.kinds import Capability
 from headrace.yaml_file import read_yaml
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
+KindName = Literal[
+    "compatible",
+    "headrace",
+    "vllm",
+    "sglang",
+    "tgi",
+    "trtllm",
+    "llamacpp",
+    "deepspeed",
+    "onnxruntime",
+    "ollama",
+    "openai",
+    "anthropic",
+]
 _OURS = re.compile(r"[\x21-\x7e]+")  # what may stand in a header
 
 
@@ -33,10 +48,13 @@ class Price(_Strict):
 
 
 class ServedModel(_Strict):
-    """A model of an upstream's. ``name``: what that calls it. ``context``: tokens of prompt and answer."""
+    """A model of an upstream's. ``name``: what that calls it. ``context``: tokens of prompt and answer; asked
+    of the upstream where it is not given. ``serves``: what it can; by default all that the kind can.
+    """
 
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     context: Count | None = None
+    serves: Annotated[frozenset[Capability], Field(min_length=1)] | None = None
     price: Price = Price()
 
 
@@ -50,14 +68,14 @@ class Timeouts(_Strict):
 
 
 class UpstreamConfig(_Strict):
-    """One OpenAI-compatible endpoint. ``url`` ends where OpenAI's would: in ``/v1``.
+    """One endpoint. ``url`` ends where OpenAI's would: in ``/v1``.
 
     ``credential_env``: the variable with what a server of ours shares with its gateway, so that it knows
     tenants apart.
     """
 
     url: str
-    kind: Literal["compatible", "headrace", "vllm", "llamacpp", "tgi", "openai"] = "compatible"
+    kind: KindName = "compatible"
     models: Annotated[dict[Name, ServedModel], Field(min_length=1)]
     api_key_env: Variable | None = None
     credential_env: Variable | None = None

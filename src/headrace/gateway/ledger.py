@@ -8,6 +8,7 @@ from typing import Literal
 
 from headrace.errors import ConfigError
 from headrace.gateway.quotas import NANO
+from headrace.gateway.resume import How
 from headrace.gateway.store import Store
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
@@ -17,7 +18,9 @@ By = Literal["tenant", "key", "model", "upstream", "day"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One request. ``estimated``: no upstream told the usage, so it is the gateway's guess."""
+    """One request. ``estimated``: no upstream told the usage, so it is the gateway's guess. ``upstream``: the
+    one that ended the answer; ``resumed``: how, if another one had begun it (empty: none had).
+    """
 
     ended_at: float
     request: str
@@ -34,6 +37,7 @@ class Entry:
     estimated: bool
     nano_usd: int
     duration_ms: int
+    resumed: How | Literal[""] = ""
 
 
 _INSERT = (

@@ -52,6 +52,7 @@ def _record(gateway: Gateway, context: RequestContext) -> None:
         completion_tokens=usage.completion,
         estimated=usage.estimated,
         nano_usd=context.nano_usd,
+        resumed=context.resumed or "",
         duration_ms=round((time.monotonic() - context.began) * 1000),
     )
     gateway.quotas.settle(context.reservation, charged.total, context.nano_usd, lambda db: append(db, entry))

@@ -53,6 +53,7 @@ _MIGRATIONS = (
         """CREATE TRIGGER ledger_is_kept BEFORE DELETE ON ledger
             BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END""",
     ),
+    ("ALTER TABLE ledger ADD COLUMN resumed TEXT NOT NULL DEFAULT ''",),
 )
 """The statements that lead from each version of the file to the next; its version is how many were done."""
 

@@ -38,8 +38,10 @@ class ChatAnswer:
     include_usage: bool = False
     continuous_usage: bool = False
     tools: ToolUse | None = None
+    resumable: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     _parsers: dict[int, ToolParser] = field(default_factory=dict)
+    _untold: list[int] = field(default_factory=list)  # tokens of a resumable answer, since its last chunk
 
     async def whole(self, generation: Generation) -> bytes:
         """The body of the answer, once every choice has finished."""
@@ -83,7 +85,9 @@ class ChatAnswer:
         if self.include_usage:
             chunk.usage = None
         events = bytearray()
-        for index in range(self.n):
+        if generation.resumed:
+            self._parsed(0, generation.told, ending=False)
+        for index in range(0 if generation.resumed else self.n):
             chunk.choices = [ChatChunkChoice(index, Delta(role="assistant", content=""))]
             events += event(chunk)
         async for outputs in generation:
@@ -104,6 +108,8 @@ class ChatAnswer:
     def _choice(self, output: TextOutput) -> ChatChunkChoice | None:
         """None when there is nothing to tell: text that is held back has no chunk."""
         choice = ChatChunkChoice(output.choice, Delta())
+        if self.resumable:
+            self._untold += output.token_ids
         content, calls = self._parsed(output.choice, output.text, ending=output.finish_reason is not None)
         if content:
             choice.delta.content = content
@@ -116,6 +122,8 @@ class ChatAnswer:
             choice.stop_reason = output.stop_reason
         elif not content and not calls and choice.logprobs is None:
             return None
+        if self.resumable:
+            choice.token_ids, self._untold = self._untold, []
         return choice
 
     def _parsed(self, choice: int, text: str, *, ending: bool) -> tuple[str, list[CallDelta]]:

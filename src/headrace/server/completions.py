@@ -11,7 +11,7 @@ from msgspec import UNSET
 from headrace.engine.request import TokenLogprobs
 from headrace.frontend.outputs import TextOutput
 from headrace.server.generation import Generation
-from headrace.server.logprobs import TokenBytes, completion_logprobs, prompt_logprobs
+from headrace.server.logprobs import TokenBytes, completion_logprobs, prompt_logprobs, text_length
 from headrace.server.responses import Completion, CompletionChoice, CompletionLogprobs, encode, event
 
 
@@ -35,8 +35,10 @@ class CompletionAnswer:
     continuous_usage: bool = False
     echo: list[str] = field(default_factory=list)
     first_tokens: list[int] = field(default_factory=list)
+    resumable: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     _offsets: dict[int, int] = field(default_factory=dict)
+    _untold: list[int] = field(default_factory=list)  # tokens of a resumable answer, since its last chunk
 
     async def whole(self, generation: Generation) -> bytes:
         """The body of the answer, once every choice has finished."""
@@ -76,6 +78,7 @@ class CompletionAnswer:
         if self.include_usage:
             chunk.usage = None
         events = bytearray()
+        self._offsets[0] = text_length(self.tokenizer, generation.resumed)
         if self.echo:
             for index in range(self.n * self.prompts):
                 chunk.choices = [CompletionChoice(index, self._echo(index))]
@@ -109,6 +112,8 @@ class CompletionAnswer:
 
     def _choice(self, output: TextOutput) -> CompletionChoice | None:
         choice = CompletionChoice(output.choice, output.text)
+        if self.resumable:
+            self._untold += output.token_ids
         if self.wants_logprobs and output.logprobs:
             choice.logprobs, self._offsets[output.choice] = completion_logprobs(
                 self.tokenizer, output.logprobs, self._offsets.get(output.choice, 0)
@@ -118,4 +123,6 @@ class CompletionAnswer:
             choice.stop_reason = output.stop_reason
         elif not output.text and choice.logprobs is None:
             return None
+        if self.resumable:
+            choice.token_ids, self._untold = self._untold, []
         return choice

@@ -49,6 +49,8 @@ class Generation:
         self._cached: dict[int, int] = {}  # by prompt
         self._tokens: dict[int, int] = {}  # by choice
         self._closed = False
+        self.resumed: list[int] = []  # the answer's tokens that were told elsewhere
+        self.told = ""  # and their text
         state.enter()
 
     async def start(
@@ -57,12 +59,16 @@ class Generation:
         params: SamplingParams,
         sender: Sender = NOBODY,
         beams: BeamSearchParams | None = None,
+        resumed: list[int] | None = None,
     ) -> None:
         """Submit all prompts; with ``beams``, the ``n`` best answers are searched instead of sampled.
 
+        ``resumed``: tokens of the only answer, which goes on behind them. They count as its own in the usage.
         Raises what the frontend raises, with nothing left running after aclose.
         """
         self._n = params.n
+        if resumed:
+            self.resumed, self._tokens[0] = resumed, len(resumed)
         self.usage.prompt_tokens = sum(map(len, prompts))
         for number, prompt in enumerate(prompts):
             name = self._request_id if len(prompts) == 1 else f"{self._request_id}-{number}"
@@ -80,7 +86,11 @@ class Generation:
         beams: BeamSearchParams | None,
     ) -> TextStream | BeamStream:
         if beams is None:
-            return await self._frontend.start(prompt, params, request_id=name, sender=sender)
+            begun = await self._frontend.start(
+                prompt, params, request_id=name, sender=sender, output_token_ids=self.resumed
+            )
+            self.told = begun.told
+            return begun
         self._frontend.check(prompt, params)
         return BeamStream(
             self._frontend,

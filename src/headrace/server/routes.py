@@ -29,6 +29,7 @@ from headrace.web.ids import unique_id
 if TYPE_CHECKING:
     from headrace.frontend.frontend import Frontend
 
+_TEMPLATE_VARIABLES = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 _INLINE_BYTES = 4096  # a body up to this size is parsed and tokenised in well under a millisecond
 
 T = TypeVar("T")
@@ -54,12 +55,13 @@ class GenerationRoutes:
         size, request = await read_request(self._state, http, ChatCompletionRequest)
         frontend.check_kind(embeds=False)
         extra = dict(request.chat_template_kwargs or {})
-        for reserved in {"messages", "tools", "add_generation_prompt"} & extra.keys():
+        for reserved in _TEMPLATE_VARIABLES & extra.keys():
             raise InvalidRequestError(
                 f"`chat_template_kwargs` must not set `{reserved}`", param="chat_template_kwargs"
             )
         messages = requests.message_dicts(request.messages)
         opening = request.add_generation_prompt is not False
+        open_ended = bool(request.continue_final_message)
 
         params = chat_params(request)
         form = tool_format(frontend.tokenizer.chat_template, self._state.settings.tool_call_parser)
@@ -73,7 +75,9 @@ class GenerationRoutes:
             if tools is not None:
                 tools.compile(frontend, params)
             compile_grammar(frontend, params, field)
-            ids = frontend.encode_chat(messages, told, add_generation_prompt=opening, **extra)
+            ids = frontend.encode_chat(
+                messages, told, add_generation_prompt=opening, continue_final_message=open_ended, **extra
+            )
             return [frontend.truncate(ids, params)]
 
         answer = ChatAnswer(
@@ -87,6 +91,7 @@ class GenerationRoutes:
             include_usage=_include_usage(request),
             continuous_usage=_continuous_usage(request),
             tools=tools,
+            resumable=_resumable(request),
         )
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
 
@@ -134,6 +139,7 @@ class GenerationRoutes:
             continuous_usage=_continuous_usage(request),
             echo=echo,
             first_tokens=first_tokens,
+            resumable=_resumable(request),
         )
         return await self._serve(http, frontend, request, params, answer.id, tokenise, size, answer)
 
@@ -156,13 +162,14 @@ class GenerationRoutes:
             priority=request.priority,
             timeout_s=request.timeout_s,
         )
+        resumed = _resumed(request, frontend.client.capabilities.fingerprint)
         generation = Generation(self._state, frontend, request_id, line)
 
         async def work() -> Response:
             heavy = size if params.structured_outputs is None else _INLINE_BYTES + 1  # a grammar to compile
             prompts = await off_loop(tokenise, heavy)
             beams = beam_params(request, params, frontend.max_model_len)
-            await generation.start(prompts, params, sender, beams)
+            await generation.start(prompts, params, sender, beams, resumed)
             if request.stream:
                 await generation.first()
                 events = _Events(self._state, generation, answer, line)
@@ -233,6 +240,26 @@ def _grammar_field(request: GenerationRequest, params: SamplingParams) -> str:
     if asked is not None:
         return asked[0]
     return "tools" if params.structured_outputs is not None else ""
+
+
+def _resumable(request: GenerationRequest) -> bool:
+    return bool(request.resumable) or request.resume is not None
+
+
+def _resumed(request: GenerationRequest, fingerprint: str) -> list[int] | None:
+    """The tokens behind which the answer goes on, if it was begun elsewhere."""
+    resume = request.resume
+    if resume is None:
+        return None
+    if resume.system_fingerprint != fingerprint:
+        error = InvalidRequestError(
+            f"`resume`: this server's system_fingerprint is {fingerprint}, so its tokens would differ; send "
+            "the text so far instead",
+            param="resume",
+        )
+        error.status, error.code = 409, "fingerprint_mismatch"
+        raise error
+    return resume.token_ids
 
 
 def _include_usage(request: GenerationRequest) -> bool:
