@@ -55,7 +55,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Resume(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """An answer that broke off elsewhere: its tokens so far, and the ``system_fingerprint`` of their server."""
+    """An answer that broke off elsewhere: its tokens, and the ``system_fingerprint`` of their server."""
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     system_fingerprint: str
