@@ -37,6 +37,7 @@ class RelayedStream:
         self._gateway = gateway
         self._context = context
         self._target = target
+        self._broke: list[Target] = []  # upstreams that were in the middle of it
         self._work = work
         self._response: aiohttp.ClientResponse | None = None
         self._filter = EventFilter(
@@ -112,10 +113,12 @@ class RelayedStream:
             gateway.failed(self._target, "mid_stream")
         if progress is None or self._filter.any_ended:
             return False
+        self._broke.append(self._target)
         exact = True
         tried = [self._target]
         while context.attempts < gateway.config.retries.attempts:
-            target = await balance(gateway, context, tried)
+            target = await balance(gateway, context, [*self._broke, *tried])
+            target = target or await balance(gateway, context, tried)
             if target is None:
                 return False
             going_on = continuation(target, context, progress, exact=exact)
@@ -189,13 +192,14 @@ class RelayedStream:
                 response.close()
         if self._filter.complete and response is not None:
             response.release()
-            self._response = None
+            self._work.end()
             context.recorded = self._filter.record
             context.outcome = "ok"
             self._target.upstream.health.succeeded()
-        elif self._filter.error is None:
-            context.outcome = "cancelled"
-        self._let_go()
+        else:
+            self._let_go()
+            if self._filter.error is None:
+                context.outcome = "cancelled"
         context.usage = self._filter.usage or Usage(
             context.prompt_tokens, self._filter.num_tokens, estimated=True
         )
