@@ -128,5 +128,5 @@ def _refused(request: EngineRequest, error: HeadraceError) -> list[EngineOutput]
             error_kind=type(error).__name__,
             error_message=error.message,
         )
-        for choice in range(request.params.n)
+        for choice in request.open_choices
     ]

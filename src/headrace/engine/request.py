@@ -130,8 +130,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
     """One client's request, tokenised. ``params.n`` sequences come of it.
 
     ``kind``: what is wanted; decoders generate, encoders embed. Of the parameters an embedding uses none.
-    ``output_token_ids``: for a request that another engine has begun. The answer goes on behind them as if
-    they were its own: positions, penalties, grammar and limits count them; only new ones are news.
+    ``output_token_ids``: of a request that goes on, what each choice has said already; None: it has ended.
     """
 
     request_id: str
@@ -145,7 +144,13 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
     cache_salt: str = ""
     bad_word_ids: list[list[int]] = msgspec.field(default_factory=list)  # no output spells one of these
     kind: Literal["generate", "embed"] = "generate"
-    output_token_ids: list[list[int]] = msgspec.field(default_factory=list)  # by choice: generated elsewhere
+    output_token_ids: list[list[int] | None] = msgspec.field(default_factory=list)
+
+    @property
+    def open_choices(self) -> list[int]:
+        """The choices that tokens are wanted for: all, unless some ended before the request went on."""
+        said = self.output_token_ids
+        return [choice for choice in range(self.params.n) if not said or said[choice] is not None]
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

@@ -120,7 +120,7 @@ class Scheduler:
             now=now,
             vocab_size=self._vocab_size,
             grammar=grammar,
-            tenant=self._waiting.enter(request.tenant, request.tenant_weight, request.params.n),
+            tenant=self._waiting.enter(request.tenant, request.tenant_weight, len(request.open_choices)),
             aging_s=self._config.priority_aging_s,
         )
         self._num_arrived += 1
@@ -317,7 +317,7 @@ class Scheduler:
             return
         seq.first_scheduled_time = now
         seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
-        self._waiting.admitted(seq, seq.num_lacking, now)  # its prompt, and what was generated elsewhere
+        self._waiting.admitted(seq, seq.num_lacking, now)  # its prompt, and what it has said already
         if self._kv.prefix_caching:
             self.prefix_queries += seq.num_prompt_tokens
             self.prefix_hits += seq.num_cached_tokens

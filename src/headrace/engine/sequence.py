@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,10 +147,11 @@ class Request:
         self.allowed = None if allowed is None else _mask(allowed, vocab_size)
         self.was_scheduled = False
         self.grammar = grammar
+        said = request.output_token_ids
         prompt = np.array(request.prompt_token_ids, np.int32)
-        outputs = request.output_token_ids or [[]] * params.n
         self.sequences = {
-            choice: Sequence(self, choice, prompt, output) for choice, output in enumerate(outputs)
+            choice: Sequence(self, choice, prompt, (said[choice] or ()) if said else ())
+            for choice in request.open_choices
         }
 
 
@@ -189,10 +190,10 @@ class Sequence:
         "waits_for",
     )
 
-    def __init__(self, request: Request, choice: int, prompt: Int32, output: Iterable[int] = ()) -> None:
+    def __init__(self, request: Request, choice: int, prompt: Int32, said: Collection[int] = ()) -> None:
         """``prompt`` is shared between a request's sequences: the first append copies it.
 
-        ``output``: tokens generated elsewhere. Like one that was preempted, it knows more than it computed.
+        ``said``: the output that a sequence which goes on has already.
         """
         self.request = request
         self.choice = choice
@@ -214,7 +215,7 @@ class Sequence:
         self.first_token_time: float | None = None
         params = request.params
         # Of the prompt's tokens from the second on, as far as computed; the first choice's stand for all.
-        wanted = params.prompt_logprobs is not None and choice == 0
+        wanted = params.prompt_logprobs is not None and choice == 0 and not said
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.matcher = None if request.grammar is None else request.grammar.matcher()
         self._seen: SeenTokens | None = None
@@ -227,7 +228,7 @@ class Sequence:
         self._bans = _bias_arrays(banned) if params.min_tokens > 0 else self._bias
         shaped = (self._seen, self._bias, self._bans, self.prompt_logprobs, request.allowed)
         self.is_plain = all(each is None for each in (*shaped, self.matcher)) and not request.bad_words
-        for token in output:
+        for token in said:
             self.append(token)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -20,9 +20,9 @@ _log = logging.getLogger(__name__)
 class _Subscription:
     __slots__ = ("open_choices", "sink")
 
-    def __init__(self, sink: OutputSink, choices: int) -> None:
+    def __init__(self, sink: OutputSink, choices: Iterable[int]) -> None:
         self.sink = sink
-        self.open_choices = set(range(choices))
+        self.open_choices = set(choices)
 
 
 class Subscribers:
@@ -56,7 +56,7 @@ class Subscribers:
                     param="request_id",
                 )
             self._limits.check_queue(self.stats.num_waiting_seqs + self._num_sent - self._num_received)
-            self._open[request.request_id] = _Subscription(sink, request.params.n)
+            self._open[request.request_id] = _Subscription(sink, request.open_choices)
             self._num_sent += 1
         try:
             self._send(request)

@@ -44,7 +44,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         request.params.validate(self.vocab_size)
         self._check_kind(request)
         self._check_prompt(request.prompt_token_ids)
-        self._check_output(request)
+        if request.output_token_ids:
+            self._check_output(request)
 
     def check_queue(self, num_waiting: int) -> None:
         """Raise OverloadedError if the waiting line is full."""
@@ -86,23 +87,28 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         _check_ids("prompt", prompt, self.vocab_size)
 
     def _check_output(self, request: EngineRequest) -> None:
-        """What another engine has generated of the answer leaves something to generate."""
-        outputs, params = request.output_token_ids, request.params
-        if outputs == []:
-            return
-        if not isinstance(outputs, list) or self.embeds or len(outputs) != params.n:
+        """What a request that goes on has said must leave each open choice something to say."""
+        said, params = request.output_token_ids, request.params
+        if self.embeds or len(said) != params.n or not request.open_choices:
             raise InvalidRequestError(
-                "output_token_ids must be empty, or hold a list of token ids for each choice of an answer.",
+                "output_token_ids must have a list for each of the n choices, or None for one that has "
+                "ended, and at least one list.",
                 param="output_token_ids",
             )
-        most = self.max_model_len - len(request.prompt_token_ids)
-        most = most if params.max_tokens is None else min(most, params.max_tokens)
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)}
-        for output in outputs:
-            _check_ids("output_token_ids", output, self.vocab_size)
-            if len(output) >= most or not stops.isdisjoint(output):
+        for ids in said:
+            if ids is None:
+                continue
+            _check_ids("output_token_ids", ids, self.vocab_size)
+            if params.max_tokens is not None and len(ids) >= params.max_tokens:
                 raise InvalidRequestError(
-                    "output_token_ids is a whole answer already: its limit or a stop token is reached.",
+                    f"A choice has {len(ids)} tokens already, and max_tokens is {params.max_tokens}: give "
+                    "None for it, it has ended.",
+                    param="output_token_ids",
+                )
+            if len(request.prompt_token_ids) + len(ids) >= self.max_model_len:
+                raise ContextLengthError(
+                    f"The request has {len(request.prompt_token_ids)} tokens of its prompt and {len(ids)} of "
+                    f"its answer, but the context holds {self.max_model_len}.",
                     param="output_token_ids",
                 )
 
