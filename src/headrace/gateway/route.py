@@ -20,7 +20,7 @@ async def route(gateway: Gateway, context: RequestContext) -> None:
     The prompt's tokens are an estimate, rather too many, so that a context too short by it may do. Raises
     InvalidRequestError if nobody can.
     """
-    targets = _able(gateway.targets[context.model], context)
+    targets = _able(context.candidates, context)
     needed = context.prompt_tokens + context.output_tokens
     roomy = [target for target in targets if (target.context or needed) >= needed]
     if not roomy:
