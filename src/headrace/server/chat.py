@@ -39,6 +39,7 @@ class ChatAnswer:
     continuous_usage: bool = False
     tools: ToolUse | None = None
     resumable: bool = False
+    begun: bool = False  # the client knows the role
     created: int = field(default_factory=lambda: int(time.time()))
     _parsers: dict[int, ToolParser] = field(default_factory=dict)
     _untold: list[int] = field(default_factory=list)  # tokens of a resumable answer, since its last chunk
@@ -85,9 +86,7 @@ class ChatAnswer:
         if self.include_usage:
             chunk.usage = None
         events = bytearray()
-        if generation.resumed:
-            self._parsed(0, generation.told, ending=False)
-        for index in range(0 if generation.resumed else self.n):
+        for index in range(0 if self.begun else self.n):
             chunk.choices = [ChatChunkChoice(index, Delta(role="assistant", content=""))]
             events += event(chunk)
         async for outputs in generation:
@@ -104,6 +103,11 @@ class ChatAnswer:
             chunk.choices = []
             chunk.usage = generation.settle()
             yield event(chunk)
+
+    def skip(self, told: TextOutput) -> None:
+        """Take note of what the client has been told already: it is not told again."""
+        self.begun = True
+        self._parsed(told.choice, told.text, ending=False)
 
     def _choice(self, output: TextOutput) -> ChatChunkChoice | None:
         """None when there is nothing to tell: text that is held back has no chunk."""

@@ -78,7 +78,6 @@ class CompletionAnswer:
         if self.include_usage:
             chunk.usage = None
         events = bytearray()
-        self._offsets[0] = text_length(self.tokenizer, generation.resumed)
         if self.echo:
             for index in range(self.n * self.prompts):
                 chunk.choices = [CompletionChoice(index, self._echo(index))]
@@ -97,6 +96,10 @@ class CompletionAnswer:
             chunk.choices = []
             chunk.usage = generation.settle()
             yield event(chunk)
+
+    def skip(self, told: TextOutput) -> None:
+        """Take note of what the client has been told already: offsets count it."""
+        self._offsets[told.choice] = text_length(self.tokenizer, told.token_ids)
 
     def _echo(self, choice: int) -> str:
         return self.echo[choice // self.n] if self.echo else ""

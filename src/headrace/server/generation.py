@@ -49,8 +49,7 @@ class Generation:
         self._cached: dict[int, int] = {}  # by prompt
         self._tokens: dict[int, int] = {}  # by choice
         self._closed = False
-        self.resumed: list[int] = []  # the answer's tokens that were told elsewhere
-        self.told = ""  # and their text
+        self.told: TextOutput | None = None  # of the only answer, by another server
         state.enter()
 
     async def start(
@@ -68,7 +67,7 @@ class Generation:
         """
         self._n = params.n
         if resumed:
-            self.resumed, self._tokens[0] = resumed, len(resumed)
+            self.told, self._tokens[0] = TextOutput(0, token_ids=resumed), len(resumed)
         self.usage.prompt_tokens = sum(map(len, prompts))
         for number, prompt in enumerate(prompts):
             name = self._request_id if len(prompts) == 1 else f"{self._request_id}-{number}"
@@ -86,10 +85,12 @@ class Generation:
         beams: BeamSearchParams | None,
     ) -> TextStream | BeamStream:
         if beams is None:
+            told = () if self.told is None else self.told.token_ids
             begun = await self._frontend.start(
-                prompt, params, request_id=name, sender=sender, output_token_ids=self.resumed
+                prompt, params, request_id=name, sender=sender, output_token_ids=told
             )
-            self.told = begun.told
+            if self.told is not None:
+                self.told.text = begun.told
             return begun
         self._frontend.check(prompt, params)
         return BeamStream(

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from headrace.engine.request import SamplingParams
 from headrace.errors import HeadraceError, InvalidRequestError
+from headrace.frontend.outputs import TextOutput
 from headrace.frontend.tools import tool_format
 from headrace.server import requests
 from headrace.server.chat import ChatAnswer
@@ -41,6 +42,8 @@ class Answer(Protocol):
     async def whole(self, generation: Generation) -> bytes: ...
 
     def events(self, generation: Generation) -> AsyncIterator[bytes]: ...
+
+    def skip(self, told: TextOutput) -> None: ...
 
 
 class GenerationRoutes:
@@ -170,6 +173,8 @@ class GenerationRoutes:
             prompts = await off_loop(tokenise, heavy)
             beams = beam_params(request, params, frontend.max_model_len)
             await generation.start(prompts, params, sender, beams, resumed)
+            if generation.told is not None:
+                answer.skip(generation.told)
             if request.stream:
                 await generation.first()
                 events = _Events(self._state, generation, answer, line)
