@@ -316,11 +316,8 @@ class Scheduler:
             self._waiting.admitted(seq, 0, now)
             return
         seq.first_scheduled_time = now
-        if seq.num_output_tokens:  # it goes on: a process before this one has accounted for its prompt
-            self._waiting.admitted(seq, 0, now)
-            return
-        seq.num_cached_tokens = seq.num_computed_tokens
-        self._waiting.admitted(seq, seq.num_prompt_tokens - seq.num_cached_tokens, now)
+        seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+        self._waiting.admitted(seq, seq.num_lacking, now)  # its prompt, and what it has said already
         if self._kv.prefix_caching:
             self.prefix_queries += seq.num_prompt_tokens
             self.prefix_hits += seq.num_cached_tokens

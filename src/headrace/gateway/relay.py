@@ -1,12 +1,13 @@
-"""Stage 8: ask upstreams until one answers. Nothing is asked again once a client has seen a byte."""
+"""Stage 8: ask upstreams until one answers. Once a client has seen a byte, its stream sees to itself."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
 
-from headrace.errors import LimitError, UpstreamError
-from headrace.gateway.attempt import AttemptError, attempt
+from headrace.errors import LimitError, OverloadedError, UpstreamError
+from headrace.gateway.ask import AttemptError, may_try_again
+from headrace.gateway.attempt import attempt
 from headrace.gateway.balance import balance
 
 if TYPE_CHECKING:
@@ -21,12 +22,12 @@ class RetryBudget:
     """Retries may be a share of requests, and a few more: an outage must not double the load."""
 
     def __init__(self, share: float) -> None:
-        self._share = share
+        self.share = share
         self._left = _RESERVE
 
     def earn(self) -> None:
         """A request came."""
-        self._left = min(self._left + self._share, max(_RESERVE, 100 * self._share))
+        self._left = min(self._left + self.share, max(_RESERVE, 100 * self.share))
 
     def spend(self) -> bool:
         """Whether one more retry is in the budget; if so, it is spent."""
@@ -46,9 +47,9 @@ async def relay(gateway: Gateway, context: RequestContext) -> None:
     failure: AttemptError | None = None
     for number in range(gateway.config.retries.attempts):
         target = await balance(gateway, context, tried)
-        if target is None or (number and not _again(gateway, context)):
+        if target is None or (number and not may_try_again(gateway, context)):
             break
-        context.target = target
+        context.target, context.attempts = target, number + 1
         work = target.upstream.begin(context.prompt_tokens + context.output_tokens)
         try:
             await attempt(gateway, context, target, work)
@@ -71,17 +72,12 @@ async def relay(gateway: Gateway, context: RequestContext) -> None:
     raise _nobody(context, failure)
 
 
-def _again(gateway: Gateway, context: RequestContext) -> bool:
-    if time.monotonic() >= context.deadline or not gateway.retry_budget.spend():
-        return False
-    gateway.metrics.retries.inc()
-    return True
-
-
 def _nobody(context: RequestContext, failure: AttemptError | None) -> Exception:
     """Why there is no answer: of the last upstream that was asked, or that all of them are at rest."""
     if failure is not None and not failure.rested:
         return UpstreamError(f"no upstream of {context.model} gave an answer; the last one: {failure}")
+    if failure is None and all(target.upstream.drained for target in context.targets):
+        return OverloadedError(f"all upstreams of {context.model} are drained; try again later")
     now = time.monotonic()
     wait = min(target.upstream.health.resting_until for target in context.targets) - now
     return LimitError(
