@@ -444,7 +444,7 @@ def test_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     journal.close()
 
 
-@pytest.mark.parametrize("limits", [{"grace_s": 0.0}, {"max_bytes": 1500}], ids=["time", "size"])
+@pytest.mark.parametrize("limits", [{"grace_s": 0.0}, {"max_bytes": 1200}], ids=["time", "size"])
 def test_complete_answers_are_kept_within_bounds(limits: dict[str, Any], tmp_path: Path) -> None:
     """Answers that nobody came for filled the disk."""
     journal = Journal(CheckpointConfig(str(tmp_path), interval_s=0.0, **limits), IDENTITY)

@@ -27,7 +27,6 @@ from headrace.engine.saved import (
     Record,
     SavedRequest,
     SavedRequests,
-    join,
 )
 from headrace.errors import CheckpointError, ConfigError
 
@@ -79,9 +78,12 @@ class Journal:
         self._retry_at = 0.0
         self._closed = False
         self._wrote = False  # something that the disk may not hold yet
-        self._synced_at = self._looked_at = time.monotonic()
+        self._size_bytes = 0  # of all requests' records
+        self._complete: dict[str, None] = {}  # requests, in the order in which they ended
+        self._synced_at = time.monotonic()
         try:
             self._requests = _load(folder, identity)
+            self._complete = {name: None for name, saved in self._requests.items() if saved.ended}
             self._rewritten = 0  # bytes of the file when it was last written anew
             self._rewrite()
         except OSError as error:
@@ -145,7 +147,8 @@ class Journal:
         if self._closed:
             return
         self._inbox.append(item)
-        self._wake.set()
+        if not self._wake.is_set():  # asking is much cheaper than setting
+            self._wake.set()
         if urgent:
             self._urgent.set()
 
@@ -158,6 +161,8 @@ class Journal:
         except BaseException as error:  # whatever it is, serving goes on
             _log.critical("The journal's writer died.", exc_info=error)
             self._broken = f"{type(error).__name__}: {error}"
+            self._closed = True
+            self._inbox.clear()
         finally:
             self._file.close()
             self._lock.release()
@@ -170,27 +175,28 @@ class Journal:
         self._wake.clear()
         self._urgent.clear()  # before the inbox is read: what comes later sets them again
         records: list[Record] = []
-        heard: dict[tuple[str, int], EngineOutput] = {}
+        heard: dict[tuple[str, int], None] = {}  # choices that have had something
+        now = time.time()
         waiting: list[_Sync] = []
         closed = False
         while self._inbox and not closed:
             item = self._inbox.popleft()
             if isinstance(item, list):
                 for output in item:
-                    self._hear(output, heard)
+                    if self._hear(output, now):
+                        heard[output.request_id, output.choice] = None
             elif isinstance(item, _Sync):
                 waiting.append(item)
             else:
-                if isinstance(item, Dropped):
-                    if item.request_id not in self._requests:
-                        continue
-                    for key in [key for key in heard if key[0] == item.request_id]:
-                        del heard[key]
+                if not isinstance(item, Dropped):
+                    self._requests.apply(item)
+                elif not self._drop(item.request_id):
+                    continue
                 closed = isinstance(item, Closed)
-                self._requests.apply(item)
                 records.append(item)
-        now = time.time()
-        records += [Heard(output, now) for output in heard.values()]
+        for name, choice in heard:
+            if (saved := self._requests.get(name)) is not None and choice in saved.outputs:
+                records.append(Heard(saved.unwritten(choice), now))
         records += self._forget(now)
         self._write(records, sync=bool(waiting) or closed)
         for each in waiting:
@@ -198,32 +204,35 @@ class Journal:
             each.done.set()
         return closed
 
-    def _hear(self, output: EngineOutput, heard: dict[tuple[str, int], EngineOutput]) -> None:
-        key = output.request_id, output.choice
+    def _hear(self, output: EngineOutput, now: float) -> bool:
+        """Whether it is news of a request that is kept."""
         saved = self._requests.get(output.request_id)
-        if saved is None or not saved.take(output, time.time()):
-            return
-        if key not in heard:
-            heard[key] = EngineOutput(request_id=output.request_id, choice=output.choice)
-        join(heard[key], output)
+        if saved is None or not saved.take(output, now):
+            return False
+        if saved.ended is not None:
+            self._complete[output.request_id] = None
+        return True
 
     def _forget(self, now: float) -> list[Record]:
         """Complete answers that nobody has come for in time, or for which there is no room."""
-        if time.monotonic() - self._looked_at < _SYNC_EVERY_S:
-            return []
-        self._looked_at = time.monotonic()
-        complete = [saved for saved in self._requests.values() if saved.ended is not None]
-        complete.sort(key=lambda saved: saved.ended or 0.0)
-        size = sum(saved.size_bytes for saved in self._requests.values())
         dropped: list[Record] = []
-        for saved in complete:
-            if (saved.ended or 0.0) + self._config.grace_s > now and size <= self._config.max_bytes:
+        while self._complete:
+            name = next(iter(self._complete))
+            saved = self._requests[name]
+            in_time = (saved.ended or 0.0) + self._config.grace_s > now
+            if in_time and self._size_bytes <= self._config.max_bytes:
                 break
-            size -= saved.size_bytes
-            dropped.append(Dropped(saved.request.request_id))
-        for record in dropped:
-            self._requests.apply(record)
+            self._drop(name)
+            dropped.append(Dropped(name))
         return dropped
+
+    def _drop(self, name: str) -> bool:
+        """Whether there was such a request."""
+        saved = self._requests.pop(name, None)
+        if saved is not None:
+            self._size_bytes -= saved.size_bytes
+            self._complete.pop(name, None)
+        return saved is not None
 
     def _write(self, records: list[Record], *, sync: bool) -> None:
         now = time.monotonic()
@@ -259,14 +268,16 @@ class Journal:
                 payload = self._encode(record)
             except (TypeError, ValueError, OverflowError) as error:
                 _log.warning("The request %s cannot be kept in the journal: %s", name, error)
-                self._requests.pop(name or "", None)
+                self._drop(name or "")
                 continue
             if name is not None and (saved := self._requests.get(name)) is not None:
                 saved.size_bytes += len(payload)
+                self._size_bytes += len(payload)
             yield payload
 
     def _rewrite(self) -> None:
         """What is kept, and nothing else."""
+        self._size_bytes = 0
         for saved in self._requests.values():
             saved.size_bytes = 0
         kept = [record for saved in self._requests.values() for record in saved.records()]

@@ -89,6 +89,7 @@ class JournaledClient:
         request = msgspec.structs.replace(
             asked,
             note=b"",
+            restarted=True,
             output_token_ids=said,
             arrival_time=time.monotonic() - max(0.0, time.time() - saved.admitted),
         )
@@ -161,7 +162,9 @@ class _Kept:
 
     def receive(self, outputs: list[EngineOutput]) -> None:
         """News: on the engine's thread."""
-        kept = [output for output in outputs if not _is_end_of_engine(output)]
+        kept = outputs
+        if any(output.finish_reason is not None for output in outputs):
+            kept = [output for output in outputs if not _is_end_of_engine(output)]
         if len(kept) < len(outputs) and any(output.error_kind == _DEAD for output in outputs):
             self._client.note_death()
         with self._lock:

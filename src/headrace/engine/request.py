@@ -131,7 +131,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
 
     ``kind``: what is wanted; decoders generate, encoders embed. Of the parameters an embedding uses none.
     ``output_token_ids``: of a request that goes on, what each choice has said already; None: it has ended.
-    ``note``: opaque; a journal keeps requests that have one, with it.
+    ``restarted``: an engine before this one had it; no bound of the waiting line turns it away. ``note``:
+    opaque; a journal keeps requests that have one, with it.
     """
 
     request_id: str
@@ -146,6 +147,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
     bad_word_ids: list[list[int]] = msgspec.field(default_factory=list)  # no output spells one of these
     kind: Literal["generate", "embed"] = "generate"
     output_token_ids: list[list[int] | None] = msgspec.field(default_factory=list)
+    restarted: bool = False
     note: bytes = b""
 
     @property

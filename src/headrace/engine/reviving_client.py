@@ -211,9 +211,9 @@ class _Open:
     def rest(self) -> EngineRequest:
         """The request, as it goes on."""
         if self.request.kind == "embed":
-            return self.request
+            return msgspec.structs.replace(self.request, restarted=True)
         said = [[*ids] if choice in self.choices else None for choice, ids in enumerate(self._said)]
-        return msgspec.structs.replace(self.request, output_token_ids=said)
+        return msgspec.structs.replace(self.request, output_token_ids=said, restarted=True)
 
 
 def _end(

@@ -78,6 +78,7 @@ class SavedRequest:
     known: int = 0
     deaths: int = 0
     size_bytes: int = 0  # of its records
+    written: dict[int, int] = field(default_factory=dict)  # tokens of each choice that are in the file
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +106,19 @@ class SavedRequest:
             self.ended = now
         return True
 
+    def unwritten(self, choice: int) -> EngineOutput:
+        """What is not in the file yet of a choice that has had something. It counts as written then."""
+        total, start = self.outputs[choice], self.written.get(choice, 0)
+        self.written[choice] = len(total.token_ids)
+        if start == 0:
+            return total
+        return msgspec.structs.replace(
+            total,
+            token_ids=total.token_ids[start:],
+            logprobs=None if total.logprobs is None else total.logprobs[start:],
+            prompt_logprobs=None,
+        )
+
     def copy(self) -> SavedRequest:
         """One that later news do not change."""
         outputs = {choice: _copied(output) for choice, output in self.outputs.items()}
@@ -124,6 +138,7 @@ class SavedRequest:
         admitted = Admitted(
             self.request, self.admitted, self.known, self.deaths, self.ended or 0.0, self.exact
         )
+        self.written = {choice: len(output.token_ids) for choice, output in self.outputs.items()}
         return [admitted, *(Heard(output, self.ended or 0.0) for output in self.outputs.values())]
 
 

@@ -363,8 +363,9 @@ class Scheduler:
 
     def _expire_waiting(self, now: float) -> list[EngineOutput]:
         limit = self._config.max_queue_time_s
-        # One that goes on after a restart was accepted long ago.
-        fresh = [seq for seq in self._waiting if seq.first_scheduled_time is None and not seq.request.resumed]
+        fresh = [
+            seq for seq in self._waiting if seq.first_scheduled_time is None and not seq.request.restarted
+        ]
         late = [seq for seq in fresh if seq.request.arrival_time + limit <= now]
         for seq in late:
             self._remove(seq)

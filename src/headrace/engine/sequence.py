@@ -101,7 +101,7 @@ class Request:
         "params",
         "priority",
         "request_id",
-        "resumed",
+        "restarted",
         "seed",
         "sequences",
         "stop_ids",
@@ -146,10 +146,10 @@ class Request:
         self.bad_words = [tuple(word) for word in request.bad_word_ids]
         allowed = params.allowed_token_ids
         self.allowed = None if allowed is None else _mask(allowed, vocab_size)
+        self.restarted = request.restarted
         self.was_scheduled = False
         self.grammar = grammar
         said = request.output_token_ids
-        self.resumed = bool(said)  # goes on after a restart
         prompt = np.array(request.prompt_token_ids, np.int32)
         self.sequences = {
             choice: Sequence(self, choice, prompt, (said[choice] or ()) if said else ())

@@ -55,7 +55,7 @@ class Subscribers:
                     f"A request {request.request_id!r} is under way already; use another id.",
                     param="request_id",
                 )
-            if not request.output_token_ids:  # one that goes on was accepted before the restart
+            if not request.restarted:
                 self._limits.check_queue(self.stats.num_waiting_seqs + self._num_sent - self._num_received)
             self._open[request.request_id] = _Subscription(sink, request.open_choices)
             self._num_sent += 1
