@@ -49,7 +49,7 @@ class FaultyProxy:
             for way in left:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-        except OSError:
+        except (OSError, asyncio.CancelledError):  # Python 3.11 reports handlers that end as cancelled
             pass
         finally:
             for end in (writer, up):

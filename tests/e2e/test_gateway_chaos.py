@@ -26,7 +26,8 @@ SERVER = ("--threads", "1", "--kv-cache-memory", "64MiB", "--log-level", "warnin
 CLIENTS = 6
 ANSWERS_A_PHASE = 4
 KILL_AT = 4  # the phase that begins with a replica's death
-DAILY_TOKENS = 300
+DAILY_TOKENS = 100  # three answers, of which each reserves a token more than it uses
+THE_SEA = 12  # number of a question that is asked as a whole, without a template around it
 COMMON: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "ignore_eos": True}
 
 
@@ -181,7 +182,7 @@ def test_no_client_notices(replicas: list[RunningServer], tmp_path: Path) -> Non
         acme, tight = made.key("acme"), made.key("tight")
         load = Load(made, acme)
         try:
-            greedy_tenant = torment(load, proxies, replicas, lambda: ask(made.client, 0, tight))
+            greedy_tenant = torment(load, proxies, replicas, lambda: ask(made.client, THE_SEA, tight))
         finally:
             load.stop()
         made.wait_idle()
