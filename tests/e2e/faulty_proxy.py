@@ -13,9 +13,10 @@ Fault = Literal["none", "half", "noise", "hang", "error", "limit", "nonsense"]
 or no HTTP at all.
 """
 
+LIMIT_S = 1  # for how long one that limits wants to be left alone
 _CANNED: dict[str, bytes] = {
     "error": b'HTTP/1.1 500 X\r\nContent-Length: 38\r\n\r\n{"error": {"message": "disk is full"}}',
-    "limit": b"HTTP/1.1 429 X\r\nRetry-After: 1\r\nContent-Length: 2\r\n\r\n{}",
+    "limit": b"HTTP/1.1 429 X\r\nRetry-After: %d\r\nContent-Length: 2\r\n\r\n{}" % LIMIT_S,
     "nonsense": b"\x00\x01\x02 what is this?\r\n\r\n",
 }
 
@@ -48,7 +49,7 @@ class FaultyProxy:
             for way in left:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-        except OSError:
+        except (OSError, asyncio.CancelledError):  # Python 3.11 reports handlers that end as cancelled
             pass
         finally:
             for end in (writer, up):
@@ -86,8 +87,8 @@ class FaultyProxy:
             await writer.drain()
 
     async def _unless_hanging(self) -> None:
-        while self.fault == "hang":
-            await asyncio.sleep(0.02)
+        if self.fault == "hang":  # what is caught in it stays so
+            await asyncio.Event().wait()
 
 
 class Proxies:

@@ -9,6 +9,7 @@ import json
 import signal
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.faulty_proxy import Fault, FaultyProxy, Proxies
+from tests.e2e.faulty_proxy import LIMIT_S, Fault, FaultyProxy, Proxies
 from tests.e2e.running import RunningServer
 from tests.gateway.running import RunningGateway, events, gateway
 
@@ -24,7 +25,9 @@ MODEL = "smollm2-135m"
 SERVER = ("--threads", "1", "--kv-cache-memory", "64MiB", "--log-level", "warning")
 CLIENTS = 6
 ANSWERS_A_PHASE = 4
-DAILY_TOKENS = 300
+KILL_AT = 4  # the phase that begins with a replica's death
+DAILY_TOKENS = 100  # three answers, of which each reserves a token more than it uses
+THE_SEA = 12  # number of a question that is asked as a whole, without a template around it
 COMMON: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "ignore_eos": True}
 
 
@@ -143,7 +146,7 @@ def _starting() -> Iterator[RunningServer]:
 
 def config(proxies: list[FaultyProxy]) -> dict[str, Any]:
     models = {MODEL: {"price": {"input": 1.0, "output": 2.0}}}
-    times = {"connect_s": 2.0, "first_byte_s": 4.0, "answer_s": 5.0, "idle_s": 1.5}
+    times = {"connect_s": 2.0, "first_byte_s": 6.0, "answer_s": 8.0, "idle_s": 2.0}
     health = {"probe_every_s": 0.5, "eject_after": 3, "eject_s": 0.5, "eject_max_s": 1, "recover_s": 0.5}
     return {
         "upstreams": {
@@ -179,7 +182,7 @@ def test_no_client_notices(replicas: list[RunningServer], tmp_path: Path) -> Non
         acme, tight = made.key("acme"), made.key("tight")
         load = Load(made, acme)
         try:
-            greedy_tenant = torment(load, proxies, replicas, lambda: ask(made.client, 0, tight))
+            greedy_tenant = torment(load, proxies, replicas, lambda: ask(made.client, THE_SEA, tight))
         finally:
             load.stop()
         made.wait_idle()
@@ -200,20 +203,26 @@ def torment(
     """One replica at a time misbehaves, in every way; the third is killed. Answers of another tenant's."""
     others: list[httpx.Response] = []
     phases: list[tuple[int, Fault]] = [
-        *((0, "half"), (1, "hang"), (2, "noise"), (0, "error"), (1, "limit"), (0, "nonsense"), (1, "half")),
+        *((0, "half"), (1, "hang"), (2, "noise"), (1, "limit"), (0, "error"), (1, "half"), (0, "nonsense")),
     ]
     load.more()
     for step, (number, fault) in enumerate(phases):
-        if step == 3:
+        if step == KILL_AT:
             replicas[2].process.send_signal(signal.SIGKILL)
         proxies[number].fault = fault
         if fault in ("half", "noise"):
-            before = proxies[number].cuts
-            load.wait(lambda number=number, before=before: proxies[number].cuts > before)  # type: ignore[misc]
+            wait_for_a_cut(load, proxies[number])
         others.append(more())
         load.more()
         proxies[number].fault = "none"
+        if fault == "limit":
+            time.sleep(LIMIT_S + 0.1)  # else nobody would be left for the next phase
     return others
+
+
+def wait_for_a_cut(load: Load, proxy: FaultyProxy) -> None:
+    before = proxy.cuts
+    load.wait(lambda: proxy.cuts > before)
 
 
 def check_answers(load: Load, expected: dict[int, Told]) -> None:

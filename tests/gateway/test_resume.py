@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.running import RunningGateway, Upstreams, gateway
+from tests.gateway.running import RunningGateway, Upstreams, decent, gateway
 from tests.lab.streaming_server import Behaviour, Exchange, Streamer
 
 SEEN = threading.Event()
@@ -47,12 +47,14 @@ def says(
     name: str,
     words: list[str],
     *,
-    breaks: bool = False,
+    breaks: bool | bytes = False,
     ids: bool = False,
     prompt: int = 10,
     extra: dict[str, Any] | None = None,
 ) -> Behaviour:
-    """Streams words, a token each; ``breaks``: then closes, once the client has seen something."""
+    """Streams words, a token each; ``breaks``: then closes, once the client has seen something, or sends
+    these bytes, which are no HTTP.
+    """
 
     async def answer(exchange: Exchange) -> None:
         exchange.begin()
@@ -66,6 +68,9 @@ def says(
         if breaks:
             while not SEEN.is_set():
                 await asyncio.sleep(0.005)
+            if isinstance(breaks, bytes):
+                exchange.writer.write(breaks)
+                await asyncio.sleep(30)
             exchange.writer.close()
             return
         await exchange.send(chunk(exchange, name, "", "stop"))
@@ -254,6 +259,26 @@ def test_a_stream_breaks_twice(vllm: Trio) -> None:
     chunks, _ = chunks_of(vllm.stream())
     assert assert_one_stream(chunks, "a") == "".join(WORDS)
     assert vllm.third.asked[-1].body["messages"][-1]["content"] == "one two three "
+
+
+def test_bytes_that_are_no_http_are_noticed(vllm: Trio) -> None:
+    """aiohttp closes the connection and lets who waits for the body wait: for a minute, the idle timeout."""
+    vllm.first.behaviour = says("a", WORDS[:3], breaks=b"\xff noise \x00\r\n")
+    vllm.second.behaviour = says("b", WORDS[3:])
+    chunks, _ = chunks_of(vllm.stream())
+    assert assert_one_stream(chunks, "a") == "".join(WORDS)
+
+    async def noise(exchange: Exchange) -> None:
+        exchange.begin("application/json")
+        await exchange.send(b'{"choices": ')
+        exchange.writer.write(b"\xff noise \x00\r\n")
+        await asyncio.sleep(30)
+
+    vllm.first.behaviour = noise
+    body = {"model": "m", "messages": [{"role": "user", "content": "whole"}], "max_tokens": 3}
+    vllm.second.behaviour = decent
+    answer = vllm.made.client.post("/v1/chat/completions", json=body, timeout=10)
+    assert answer.headers["x-headrace-upstream"] == "u1"
 
 
 @pytest.mark.parametrize("behaviour", [fails, limited])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headrace.gateway.gateway import Gateway
     from headrace.gateway.upstream import Target
 
+LOOK_S = 0.5  # how often those that wait look whether there is still a connection
 _MAX_ERROR_BYTES = 64 * 2**10
 _MOST_REST_S = 300.0
 _MOST_OVERLOADED_S = 5.0
@@ -82,10 +83,34 @@ async def ask(
         raise AttemptError(reason, _TOLD[reason]) from None
 
 
+def is_cut(response: aiohttp.ClientResponse) -> bool:
+    """Whether the connection is gone and the answer not at its end.
+
+    aiohttp closes connections on which no HTTP comes any more, but tells nobody who waits for the body.
+    """
+    if response.content.is_eof():
+        return False
+    transport = None if response.connection is None else response.connection.transport
+    return transport is None or transport.is_closing()
+
+
+async def read_some(response: aiohttp.ClientResponse) -> bytes:
+    """The next bytes of an answer, none at its end. Raises aiohttp.ClientError where it is cut."""
+    import aiohttp
+
+    while True:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return await response.content.readany()
+        except TimeoutError:
+            if is_cut(response):
+                raise aiohttp.ClientPayloadError("what came is no HTTP") from None
+
+
 async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
     """All of it. Raises AttemptError if that is more than ``limit`` bytes."""
     parts, size = [], 0
-    async for part in response.content.iter_any():
+    while part := await read_some(response):
         size += len(part)
         if size > limit:
             raise AttemptError("garbage", f"the answer is over {limit} bytes")

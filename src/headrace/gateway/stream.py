@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from headrace.errors import HeadraceError, UpstreamError
-from headrace.gateway.ask import AttemptError, ask, may_try_again
+from headrace.gateway.ask import LOOK_S, AttemptError, ask, is_cut, may_try_again, read_some
 from headrace.gateway.balance import balance
 from headrace.gateway.resume import Continuation, Progress, continuation, is_resumable
 from headrace.gateway.sse import DONE, EventFilter
@@ -48,6 +48,8 @@ class RelayedStream:
         )
         self._first = b""
         self._at_end = False
+        self._problem: str | None = None
+        self._silent_s = 0.0  # since something came
 
     async def begin(self, response: aiohttp.ClientResponse) -> None:
         """Wait for the first event of ``response``, which is this stream's from now on.
@@ -58,34 +60,22 @@ class RelayedStream:
         if response.content_type != "text/event-stream":
             raise AttemptError("garbage", "a stream was asked for, and something else came")
         self._response, self._first, self._at_end = response, b"", False
+        self._problem, self._silent_s = None, 0.0
         while not self._first and not self._filter.done and not self._at_end:
-            self._first = await self._next()
+            self._first = self._taken(await read_some(response))
             if self._filter.error is not None and not (self._filter.resumed and self._first):
                 raise AttemptError("stream", self._filter.error)
         if not self._first:
             raise AttemptError("garbage", "the stream ended before it had begun")
 
     async def __aiter__(self) -> AsyncGenerator[bytes]:
-        import aiohttp
-
-        events = self._first
         while True:
-            problem = None
-            while not (self._filter.done or self._at_end or self._filter.error is not None):
+            events = self._first
+            while not (self._filter.done or self._at_end or self._filter.error or self._problem):
                 if events:
                     yield events
-                    events = b""
-                try:
-                    wait_s = min(self._target.upstream.config.timeouts.idle_s, self._left_s())
-                    async with asyncio.timeout(max(wait_s, 0.0)) as self._context.patience:
-                        events = await self._next()
-                except TimeoutError:
-                    problem = "the upstream fell silent, or the request took longer than it may"
-                    break
-                except (aiohttp.ClientError, OSError):
-                    if not self._filter.all_ended(self._context.choices):
-                        problem = "the upstream's stream broke off"
-                    break
+                events = await self._more()
+            problem = self._problem
             if problem is None and not self._filter.complete:
                 problem = self._filter.error or "the upstream's stream ended before the answer did"
             if problem is None:
@@ -96,12 +86,34 @@ class RelayedStream:
             if not await self._resume():
                 yield self._broken(problem)
                 return
-            events = self._first
 
-    async def _next(self) -> bytes:
-        """What the client gets of the next bytes."""
+    async def _more(self) -> bytes:
+        """What the client gets next, perhaps nothing yet; ``_problem`` is what stands in the way of more."""
+        import aiohttp
+
         assert self._response is not None
-        data = await self._response.content.readany()
+        idle_s, left_s = self._target.upstream.config.timeouts.idle_s, self._left_s()
+        try:
+            wait_s = min(idle_s - self._silent_s, left_s, LOOK_S)
+            async with asyncio.timeout(max(wait_s, 0.0)) as self._context.patience:
+                data = await self._response.content.readany()
+        except TimeoutError:
+            self._silent_s += LOOK_S
+            if is_cut(self._response):
+                self._problem = "the upstream's stream broke off"
+            elif self._silent_s >= idle_s or self._left_s() <= 0:
+                self._problem = "the upstream fell silent, or the request took longer than it may"
+            return b""
+        except (aiohttp.ClientError, OSError):
+            self._at_end = self._filter.all_ended(self._context.choices)
+            if not self._at_end:
+                self._problem = "the upstream's stream broke off"
+            return b""
+        self._silent_s = 0.0
+        return self._taken(data)
+
+    def _taken(self, data: bytes) -> bytes:
+        """What the client gets of the next bytes."""
         self._at_end = not data
         return self._filter.feed(data or b"\n\n")  # the last event counts without its empty line too
 
