@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.running import RunningServer, serving
-from tests.gateway.running import events, gateway, is_error_stream
+from tests.gateway.running import events, gateway
 
 QUESTION = {
     "model": "smollm2-135m",
@@ -23,7 +23,7 @@ QUESTION = {
 
 
 def streamed(answer: httpx.Response) -> str:
-    """The text of a whole stream, or of what came before its error."""
+    """The text of a whole stream."""
     chunks = [json.loads(event) for event in events(answer)[:-1]]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
@@ -78,18 +78,13 @@ def test_one_of_two_replicas_is_killed_under_load(server: RunningServer, tmp_pat
             made.wait(lambda: made.metric("upstream_requests")['upstream="replica-1"'] > 0, 30)
             second.process.send_signal(signal.SIGKILL)
             done = [answer.result(60) for answer in answers]
-        cut = 0
         for number, answer in enumerate(done):
             assert answer.status_code == 200, answer.text
             if number % 2:
                 assert answer.json()["choices"][0]["message"]["content"] == text
-            elif events(answer)[-1] == "[DONE]":
-                assert streamed(answer) == text
             else:
-                assert is_error_stream(answer)
-                assert text.startswith(streamed(answer)), "what came is right, and came once"
-                cut += 1
-        assert cut <= 4, "at most those that the dead one was streaming"
+                assert events(answer)[-1] == "[DONE]", "what the dead one was streaming went on"
+                assert streamed(answer) == text
         made.wait(lambda: made.metric("upstream_share")['upstream="replica-1"'] == 0)
         assert ask(0).headers["x-headrace-upstream"] == "replica-0"
         made.wait_idle()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.gateway.resume import Continuation, Progress
 from headrace.gateway.sse import EventFilter
 
 
@@ -84,3 +85,58 @@ def test_a_choice_left_open_is_not_complete() -> None:
     made.feed(stream([chunk("a"), second, chunk("", "stop")]))
     assert made.done
     assert not made.complete
+
+
+def answer(name: str, words: list[str], *, begins: bool, first_id: int, told: int = 0) -> bytes:
+    """A stream of ours, whose tokens count up; or its rest behind ``told`` tokens."""
+    head = {"id": name, "model": name, "system_fingerprint": "f"}
+    role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+    said = [chunk(word) for word in words]
+    for at, one in enumerate(said):
+        one["choices"][0]["token_ids"] = [first_id + at]
+    usage = {
+        "prompt_tokens": 5 + told,
+        "completion_tokens": len(words),
+        "total_tokens": 5 + told + len(words),
+    }
+    rest = [chunk("", "stop"), {"choices": [], "usage": usage}]
+    return stream([head | one for one in ([role] if begins else []) + said + rest])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.data(),
+    st.lists(st.sampled_from(["a", " é", "\n\n", "data: ", '"'])),
+    st.sampled_from(["exact", "text"]),
+)
+def test_wherever_a_stream_is_cut_its_rest_fits(data: st.DataObject, words: list[str], how: Any) -> None:
+    """What was told and what another upstream adds are one stream: every word once, one role, one end."""
+    progress = Progress({})
+    made = EventFilter(wants_usage=True, progress=progress)
+    whole = answer("first", words, begins=True, first_id=0)
+    end = whole.index(b'"finish_reason": "stop"')
+    out, places = b"", sorted(data.draw(st.lists(st.integers(0, end), min_size=1, max_size=4)))
+    for begin, stop in zip([0, *places], places, strict=False):
+        out += made.feed(whole[begin:stop])
+    assert not made.any_ended
+    said = len(progress.texts)
+    assert "".join(progress.texts) == "".join(words[:said])
+    assert progress.token_ids == list(range(said))
+    told = said if how == "text" else 0
+    made.go_on(Continuation(how, b"", told), None)
+    rest = answer(
+        "second", words[said:], begins=data.draw(st.booleans()) or not said, first_id=said, told=told
+    )
+    out += made.feed(rest)
+    chunks = [json.loads(block.removeprefix(b"data: ")) for block in out.split(b"\n\n") if block]
+    assert made.done
+    assert made.complete
+    assert len({one["id"] for one in chunks}) == 1
+    choices = [one for each in chunks for one in each["choices"]]
+    assert sum("role" in one["delta"] for one in choices) == (1 if progress.role_told else 0)
+    assert "".join(one["delta"].get("content", "") for one in choices) == "".join(words)
+    assert [one["finish_reason"] for one in choices if one.get("finish_reason")] == ["stop"]
+    if how == "text":
+        assert made.usage is not None
+        assert (made.usage.prompt, made.usage.completion) == (5, len(words))
+        assert chunks[-1]["usage"]["total_tokens"] == 5 + len(words)

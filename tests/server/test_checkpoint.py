@@ -343,3 +343,41 @@ async def test_without_a_journal_nothing_changes() -> None:
         refused = await http.get("/v1/requests/x")
         assert refused.status_code == 404 and "--checkpoint-path" in refused.text
     frontend.close()
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+async def test_an_answer_that_another_server_began(route: str, open_frontend: Opener, tmp_path: Path) -> None:
+    """What had gone on from another server was told again, or counted from its own first token."""
+    first = open_frontend(step_s=0.003)
+    body: dict[str, Any] = {
+        "max_tokens": 90,
+        "seed": 6,
+        "ignore_eos": True,
+        "stream": True,
+        "resumable": True,
+    }
+    body |= {"messages": USER} if route == CHAT else {"prompt": "x", "logprobs": 1}
+    body["stream_options"] = USAGE
+    app = small_app(first)
+    async with connected(app) as http:
+        whole = joined(named_events((await http.post(route, json=body)).text))
+        text = whole[0, "text"]
+        elsewhere = named_events((await http.post(route, json=body)).text)
+    fingerprint = elsewhere[0][1]["system_fingerprint"]
+    ids = [
+        token for _, data in elsewhere[:9] for each in data["choices"] for token in each.get("token_ids", ())
+    ]
+    body["resume"] = {"token_ids": ids, "system_fingerprint": fingerprint}
+    client = RawClient(app, route, body)
+    await until(lambda: client.body.count(b"\n\n") > 12, 20)
+    await killed(first, tmp_path)
+    await client.task
+    told = named_events(client.body.decode())
+    rest = joined(told)
+    assert text.endswith(rest[0, "text"]) and rest["usage"] == whole["usage"]
+    second = open_frontend("second")
+    async with connected(small_app(second)) as http:
+        for at in [-1, 0, 7, len(told) - 3]:
+            headers = {"last-event-id": str(told[at][0])} if at >= 0 else {}
+            response = await http.get(f"/v1/requests/{told[0][1]['id']}", headers=headers)
+            assert joined(told[: at + 1] + named_events(response.text)) == rest, f"after event {at}"

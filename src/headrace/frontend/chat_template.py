@@ -7,6 +7,7 @@ The environment offers what transformers offers to templates: ``raise_exception`
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -49,9 +50,12 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """The prompt text of a conversation.
+
+        ``continue_final_message``: it ends with the text of the last message, an assistant's, left open.
 
         ``messages``: ``role`` and ``content`` (a string or a list of text parts, joined by line feeds), and
         whatever else the template reads. Where the template knows no tools, they are told in words. Raises
@@ -63,13 +67,19 @@ class ChatTemplate:
             checked = [calls_in_words(message) for message in checked]
         if tools and not self._knows_tools:
             checked = tools_in_words(checked, tools)
+        mark = ""
+        if continue_final_message:
+            # whatever the template writes or trims behind the text stands behind the mark
+            mark = os.urandom(16).hex()
+            checked = _marked(checked, mark)
+            add_generation_prompt = False
         variables |= {
             "messages": checked,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._environment.render_within_budget(self._template, variables)
+            text = self._environment.render_within_budget(self._template, variables)
         except _RefusedError as error:
             raise InvalidRequestError(str(error), param="messages") from None
         except Exception as error:  # whatever a template can provoke is the template's
@@ -77,6 +87,23 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"The model's chat template does not work with these messages: {why}", param="messages"
             ) from None
+        if mark and mark not in text:
+            raise InvalidRequestError(
+                "The model's chat template does not show the last message, so it cannot be continued.",
+                param="messages",
+            )
+        return text[: text.rindex(mark)] if mark else text
+
+
+def _marked(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """``messages`` with ``mark`` behind the text of the last one."""
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        raise InvalidRequestError(
+            "continue_final_message needs a last message of the assistant's, without tool calls.",
+            param="continue_final_message",
+        )
+    return [*messages[:-1], {**last, "content": last["content"] + mark}]
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

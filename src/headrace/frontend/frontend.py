@@ -254,12 +254,14 @@ class Frontend:
         *,
         request_id: str | None = None,
         sender: Sender = NOBODY,
+        output_token_ids: Sequence[int] = (),
         note: bytes = b"",
         gather: int = 1,
     ) -> TextRequest:
         """Queue a request whose owner calls ``process()`` and ``take()`` after each ``wake`` (on any thread).
 
         ``gather``: the owner is in no hurry, and may be woken once for so many steps.
+        ``output_token_ids``: of an answer (``n`` = 1) that broke off elsewhere; its rest is what comes.
         ``note``: opaque; with one, a journal keeps the request until its answer is dropped there. Raises
         InvalidRequestError, ContextLengthError, OverloadedError or EngineDeadError at once.
         """
@@ -276,6 +278,7 @@ class Frontend:
             arrival_time=time.monotonic(),
             cache_salt=sender.cache_salt,
             note=note if self.journal is not None else b"",
+            output_token_ids=[list(output_token_ids)] if output_token_ids else [],
         )
         self.check(request.prompt_token_ids, params)
         request.bad_word_ids = self._bad_word_ids(params.bad_words)
@@ -290,6 +293,7 @@ class Frontend:
         *,
         request_id: str | None = None,
         sender: Sender = NOBODY,
+        output_token_ids: Sequence[int] = (),
         note: bytes = b"",
     ) -> TextStream:
         """Submit now and return the stream of news. Raises as :meth:`submit` does, before any item."""
@@ -297,7 +301,13 @@ class Frontend:
 
         return TextStream(
             lambda wake: self.submit(
-                prompt_token_ids, params, wake, request_id=request_id, sender=sender, note=note
+                prompt_token_ids,
+                params,
+                wake,
+                request_id=request_id,
+                sender=sender,
+                output_token_ids=output_token_ids,
+                note=note,
             ),
             self.waker(),
         )

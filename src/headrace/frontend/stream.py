@@ -61,6 +61,7 @@ class TextStream:
         # The engine holds the request; were the stream reachable from it, dropping it would go unnoticed.
         self._request = submit(lambda request: waker.wake(request, event))
         self.request_id = self._request.request_id
+        self.told = self._request.told
 
     def __aiter__(self) -> TextStream:
         return self

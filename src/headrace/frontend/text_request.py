@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.engine.client import EngineClient
 from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams
+from headrace.errors import InvalidRequestError
 from headrace.frontend.detokenizer import Detokenizer
 from headrace.frontend.outputs import TextOutput
 from headrace.frontend.stop import StopMatcher
@@ -26,7 +27,12 @@ class TextChoice:
         *,
         eos_token_ids: Collection[int] = (),
         continues_text: bool = False,
+        output_token_ids: list[int] | None = None,
     ) -> None:
+        """``output_token_ids``: generated elsewhere; their text has been told, and is :attr:`told`.
+
+        Raises InvalidRequestError if a stop string is in it.
+        """
         self.finished = False
         self._choice = choice
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
@@ -41,6 +47,14 @@ class TextChoice:
         )
         self._matcher = StopMatcher(params.stop) if params.stop else None
         self._news: TextOutput | None = None
+        self.told, matched = "", None
+        if output_token_ids:
+            self.told, _, matched = self._text_of(EngineOutput(request_id="", token_ids=output_token_ids))
+        if matched is not None:
+            raise InvalidRequestError(
+                f"The output so far is a whole answer already: it has the stop string {matched!r}.",
+                param="output_token_ids",
+            )
 
     def push(self, output: EngineOutput) -> bool:
         """Take in news; True if a stop string was found, so that the engine has to be told to stop.
@@ -145,10 +159,16 @@ class TextRequest:
                 request.params,
                 eos_token_ids=request.eos_token_ids,
                 continues_text=continues,
+                output_token_ids=request.output_token_ids[choice] if request.output_token_ids else None,
             )
             for choice in range(request.params.n)
         ]
         self._single: list[TextOutput] | None = [] if one_by_one else None
+
+    @property
+    def told(self) -> str:
+        """The first choice's text that was told elsewhere, if the request goes on with an answer."""
+        return self._choices[0].told
 
     @property
     def finished(self) -> bool:

@@ -173,7 +173,7 @@ class GatewayApp:
         if model in self._gateway.releases:
             release, state = self._gateway.releases[model]
             model = release.versions[state.stable].model
-        contexts = [target.served.context for target in self._gateway.targets[model]]
+        contexts = [target.context for target in self._gateway.targets[model]]
         longest = max((length for length in contexts if length is not None), default=None)
         return {
             "id": name,

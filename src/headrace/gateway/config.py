@@ -12,9 +12,24 @@ from pydantic import Field, field_validator, model_validator
 
 from headrace.errors import ConfigError
 from headrace.gateway.fields import Count, Name, Positive, Strict, Variable
+from headrace.gateway.kinds import Capability
 from headrace.gateway.releases.settings import Release, Version
 from headrace.yaml_file import FieldError, read_yaml
 
+KindName = Literal[
+    "compatible",
+    "headrace",
+    "vllm",
+    "sglang",
+    "tgi",
+    "trtllm",
+    "llamacpp",
+    "deepspeed",
+    "onnxruntime",
+    "ollama",
+    "openai",
+    "anthropic",
+]
 _OURS = re.compile(r"[\x21-\x7e]+")  # what may stand in a header
 
 
@@ -35,10 +50,13 @@ class Price(Strict):
 
 
 class ServedModel(Strict):
-    """A model of an upstream's. ``name``: what that calls it. ``context``: tokens of prompt and answer."""
+    """A model of an upstream's. ``name``: what that calls it. ``context``: tokens of prompt and answer; asked
+    of the upstream where it is not given. ``serves``: what it can; by default all that the kind can.
+    """
 
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     context: Count | None = None
+    serves: Annotated[frozenset[Capability], Field(min_length=1)] | None = None
     price: Price = Price()
 
 
@@ -52,14 +70,14 @@ class Timeouts(Strict):
 
 
 class UpstreamConfig(Strict):
-    """One OpenAI-compatible endpoint. ``url`` ends where OpenAI's would: in ``/v1``.
+    """One endpoint. ``url`` ends where OpenAI's would: in ``/v1``.
 
     ``credential_env``: the variable with what a server of ours shares with its gateway, so that it knows
     tenants apart.
     """
 
     url: str
-    kind: Literal["compatible", "headrace", "vllm", "llamacpp", "tgi", "openai"] = "compatible"
+    kind: KindName = "compatible"
     models: Annotated[dict[Name, ServedModel], Field(min_length=1)]
     api_key_env: Variable | None = None
     credential_env: Variable | None = None

@@ -14,6 +14,7 @@ from headrace.gateway.usage import Usage
 
 if TYPE_CHECKING:
     from headrace.gateway.quotas import Reservation, Scope
+    from headrace.gateway.resume import How
     from headrace.gateway.upstream import Target
 
 Route = Literal["chat/completions", "completions", "embeddings"]
@@ -77,6 +78,8 @@ class RequestContext:
 
     # relay, or cache on a hit
     target: Target | None = None
+    attempts: int = 0  # upstreams that were asked
+    resumed: How | None = None  # how its stream went on elsewhere, if it did
     first_token_at: float | None = None  # of a stream, by time.monotonic
     patience: asyncio.Timeout | None = None  # with the upstream, while it is waited for
     usage: Usage | None = None
@@ -86,6 +89,11 @@ class RequestContext:
     nano_usd: int = 0
     outcome: Outcome = "failed"
     settled: bool = False
+
+    def note_resumed(self, how: How) -> None:
+        """Its stream went on elsewhere; of several ways, the least exact one is kept."""
+        if self.resumed != "text":
+            self.resumed = how
 
     def cut_short(self) -> None:
         """The gateway ends: whatever is waited for counts as late, so that the client is told."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headrace.gateway.upstream import Upstream
 
 _LEAST_SHARE = 0.1
+_FIRST_REST_S = 1.0  # after a 429 that does not say for how long
 
 
 class HealthState:
@@ -26,6 +27,7 @@ class HealthState:
         self._failed_probes = 0
         self._ejections = 0
         self._ejected_until = float("-inf")
+        self._rests = 0  # in a row that it did not say the length of
         self.resting_until = float("-inf")
 
     def share(self) -> float:
@@ -39,9 +41,18 @@ class HealthState:
         """Whether it asked to be left alone for now (429 and retry-after)."""
         return self._clock() < self.resting_until
 
-    def rest(self, seconds: float) -> None:
-        """It asked to be left alone for so long."""
+    def rest(self, seconds: float | None) -> None:
+        """It asked to be left alone for so long; without a length, for twice as long each time in a row."""
+        if seconds is None:
+            if self.resting():  # what was under way is refused as well: that is no new time
+                return
+            seconds = min(_FIRST_REST_S * 2**self._rests, self.settings.eject_max_s)
+            self._rests = min(self._rests + 1, 16)
         self.resting_until = max(self.resting_until, self._clock() + seconds)
+
+    def accepted(self) -> None:
+        """It took a request on: it can do with as many."""
+        self._rests = 0
 
     def succeeded(self) -> None:
         """A request got a good answer."""
@@ -73,12 +84,16 @@ async def keep_probing(gateway: Gateway, upstream: Upstream) -> None:
     """Ask an upstream for ever whether it lives."""
     import aiohttp
 
+    known = False
     while True:
         every = gateway.config.health.probe_every_s
         try:
             async with asyncio.timeout(max(every, 1.0)):
                 status = await upstream.probe(gateway.session)
-            good = status < 500
+                good = status < 500
+                if good and not known:
+                    await upstream.learn(gateway.session)
+                known = good  # one that comes back may have come back with another model
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             good = False
         upstream.health.probed(good=good)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from headrace.errors import ConfigError, InvalidRequestError, NotFoundError
 from headrace.gateway.quotas import NANO
+from headrace.gateway.resume import How
 from headrace.gateway.store import Store
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
@@ -18,7 +19,9 @@ By = Literal["tenant", "app", "key", "model", "upstream", "version", "day"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One request. ``estimated``: no upstream told the usage, so it is the gateway's guess."""
+    """One request. ``estimated``: no upstream told the usage, so it is the gateway's guess. ``upstream``: the
+    one that ended the answer; ``resumed``: how, if another one had begun it (empty: none had).
+    """
 
     ended_at: float
     request: str
@@ -38,6 +41,7 @@ class Entry:
     app: str = ""
     release: str = ""
     version: str = ""
+    resumed: How | Literal[""] = ""
 
 
 _GROUPS = {

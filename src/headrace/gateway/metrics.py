@@ -32,6 +32,7 @@ class Metrics:
         self.refusals = counter("refusals", "Requests answered with an error.", "status")
         self.failures = counter("upstream_failures", "Attempts that failed.", "upstream", "reason")
         self.retries = counter("retries", "Attempts after the first one.")
+        self.resumed = counter("resumed", "Streams that went on at an upstream.", "upstream", "how")
         self.release_requests = counter(
             "release_requests", "Requests of a release that ended.", "release", "version", "outcome"
         )

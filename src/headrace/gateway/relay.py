@@ -1,4 +1,4 @@
-"""Stage 8: ask upstreams until one answers. Nothing is asked again once a client has seen a byte."""
+"""Stage 8: ask upstreams until one answers. Once a client has seen a byte, its stream sees to itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from headrace.errors import LimitError, OverloadedError, UpstreamError
-from headrace.gateway.attempt import AttemptError, attempt
+from headrace.gateway.ask import AttemptError, may_try_again
+from headrace.gateway.attempt import attempt
 from headrace.gateway.balance import balance
 
 if TYPE_CHECKING:
@@ -46,9 +47,9 @@ async def relay(gateway: Gateway, context: RequestContext) -> None:
     failure: AttemptError | None = None
     for number in range(gateway.config.retries.attempts):
         target = await balance(gateway, context, tried)
-        if target is None or (number and not _again(gateway, context)):
+        if target is None or (number and not may_try_again(gateway, context)):
             break
-        context.target = target
+        context.target, context.attempts = target, number + 1
         work = target.upstream.begin(context.prompt_tokens + context.output_tokens)
         try:
             await attempt(gateway, context, target, work)
@@ -69,13 +70,6 @@ async def relay(gateway: Gateway, context: RequestContext) -> None:
             target.upstream.health.succeeded()
         return
     raise _nobody(context, failure)
-
-
-def _again(gateway: Gateway, context: RequestContext) -> bool:
-    if time.monotonic() >= context.deadline or not gateway.retry_budget.spend():
-        return False
-    gateway.metrics.retries.inc()
-    return True
 
 
 def _nobody(context: RequestContext, failure: AttemptError | None) -> Exception:

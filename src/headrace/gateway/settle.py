@@ -53,6 +53,7 @@ def _record(gateway: Gateway, context: RequestContext) -> None:
         completion_tokens=usage.completion,
         estimated=usage.estimated,
         nano_usd=context.nano_usd,
+        resumed=context.resumed or "",
         duration_ms=round((time.monotonic() - context.began) * 1000),
         app=context.app,
         release=context.release,

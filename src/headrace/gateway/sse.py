@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.gateway.kinds import told_error
-from headrace.gateway.usage import Usage, told
+from headrace.gateway.kinds import Translation, error_in
+from headrace.gateway.usage import Usage, as_told, told
+
+if TYPE_CHECKING:
+    from headrace.gateway.resume import Continuation, Progress
 
 DONE = b"data: [DONE]\n\n"
 _MAX_EVENT_BYTES = 4 * 2**20
@@ -28,20 +31,32 @@ def _has_content(choice: dict[str, Any]) -> bool:
 
 
 class EventFilter:
-    """Feed it what arrives; it gives back what the client gets, byte for byte where nothing is to be removed.
+    """Feed it what arrives; it gives back what the client gets, byte for byte where nothing is to be changed.
 
     Every event's JSON is read once: that is cheaper than sending it, and what is broken never gets further.
     ``wants_usage``: the client asked for usage; else it is taken out. ``records``: keep what came, for the
-    cache.
+    cache. ``progress``: keeps what was told, so that the stream may go on elsewhere. ``translate``: what the
+    events are first to be put through.
     """
 
-    def __init__(self, *, wants_usage: bool, records: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        wants_usage: bool,
+        records: bool = False,
+        progress: Progress | None = None,
+        translate: Translation | None = None,
+    ) -> None:
         self._wants_usage = wants_usage
+        self._progress = progress
+        self._translate = translate
         self._rest = b""
         self._open: set[int] = set()  # choices that have begun and not ended
         self._ended: set[int] = set()
         self._record: list[bytes] | None = [] if records else None
         self._record_bytes = 0
+        self._told_tokens = 0  # by upstreams before this one, and in the prompt of this one
+        self.resumed = False
         self.usage: Usage | None = None
         self.first_token_at: float | None = None  # by time.monotonic
         self.chunks = 0  # events with content: about as many tokens
@@ -58,11 +73,31 @@ class EventFilter:
         return self.complete and len(self._ended) >= choices
 
     @property
+    def any_ended(self) -> bool:
+        """Whether a choice ended with a reason: then there is nothing to go on with."""
+        return bool(self._ended)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came, as far as can be told."""
+        return (self._progress and self._progress.num_tokens) or self.chunks
+
+    @property
     def record(self) -> bytes | None:
-        """All that came, in the upstream's words, if it was recorded and is complete."""
+        """All that came, usage included, if it was recorded and is complete."""
         if self._record is None or not self.complete:
             return None
         return b"".join([*self._record, DONE])
+
+    def go_on(self, how: Continuation, translate: Translation | None) -> None:
+        """What is fed from now on is another upstream's stream, which continues what came."""
+        assert self._progress is not None
+        self._translate = translate
+        self._rest, self.done, self.error, self.usage = b"", False, None, None
+        self._told_tokens = how.told_tokens
+        self.resumed = True
+        if how.how == "text":
+            self._record = self._progress.token_ids = None
 
     def feed(self, data: bytes) -> bytes:
         """The events that ``data`` completes, up to what is broken, of which ``error`` then tells."""
@@ -99,36 +134,66 @@ class EventFilter:
         if data == b"[DONE]":
             self.done = True
             return b""
-        return self._chunk(data)
-
-    def _chunk(self, data: bytes) -> bytes:
         try:
-            chunk = orjson.loads(data)
+            event = orjson.loads(data)
         except orjson.JSONDecodeError:
             raise _BrokenError("an event is not JSON") from None
-        if not isinstance(chunk, dict):
+        if not isinstance(event, dict):
             raise _BrokenError("an event is not a JSON object")
+        if self._translate is None:
+            return self._chunk(event, data)
+        try:
+            chunks = self._translate(event)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise _BrokenError("an event is not as its kind of upstream writes them") from None
+        return b"".join(self._chunk(chunk, None) for chunk in chunks)
+
+    def _chunk(self, chunk: dict[str, Any], data: bytes | None) -> bytes:
+        """A chunk as the client gets it. ``data``: its JSON, if it came as it is."""
         choices = chunk.get("choices")
         if not isinstance(choices, list):
-            error = told_error(data)
+            error = error_in(chunk)
             if error is None:
                 raise _BrokenError("an event has neither choices nor an error")
             self.error = error[0]
             return b""
-        self._keep(data)
         for choice in choices:
             self._follow(choice)
         if choices:
             self.chunks += 1
+        if self._progress is not None and self._changed(chunk, self._progress):
+            data = None
+            if choices and not chunk["choices"]:
+                return b""
         if "usage" not in chunk:
-            return b"data: " + data + b"\n\n"
-        self.usage = told(chunk["usage"]) or self.usage
+            return self._told(data or orjson.dumps(chunk))
+        usage = told(chunk["usage"])
+        if usage is not None and self._told_tokens:
+            usage = usage.with_told(self._told_tokens)
+            chunk["usage"], data = as_told(usage), None
+        self.usage = usage or self.usage
+        data = data or orjson.dumps(chunk)
+        self._keep(data)
         if self._wants_usage:
             return b"data: " + data + b"\n\n"
         if not choices:
             return b""
         del chunk["usage"]
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+    def _changed(self, chunk: dict[str, Any], progress: Progress) -> bool:
+        """Note what is told, and fit it into what was told before. A chunk without news loses its choices."""
+        if not self.resumed:
+            return progress.note(chunk)
+        has_news = progress.fit(chunk)
+        progress.note(chunk)
+        if not has_news:
+            chunk["choices"] = []
+        return True
+
+    def _told(self, data: bytes) -> bytes:
+        self._keep(data)
+        return b"data: " + data + b"\n\n"
 
     def _follow(self, choice: Any) -> None:
         if not isinstance(choice, dict) or type(index := choice.get("index", 0)) is not int:

@@ -71,6 +71,7 @@ _MIGRATIONS = (
             entry INTEGER PRIMARY KEY REFERENCES ledger (id), at REAL NOT NULL, score REAL NOT NULL
         )""",
     ),
+    ("ALTER TABLE ledger ADD COLUMN resumed TEXT NOT NULL DEFAULT ''",),
 )
 """The statements that lead from each version of the file to the next; its version is how many were done."""
 

@@ -1,20 +1,25 @@
-"""Upstreams: endpoints with their keys, their health, and what they have in hand."""
+"""Upstreams: endpoints with their keys, their health, what they can, and what they have in hand."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+import orjson
 
 from headrace.gateway.config import GatewayConfig, Health, ServedModel, UpstreamConfig
 from headrace.gateway.health import HealthState
-from headrace.gateway.kinds import KINDS
+from headrace.gateway.kinds import kind_of
 
 if TYPE_CHECKING:
     import aiohttp
 
     from headrace.gateway.context import RequestContext
+    from headrace.gateway.kinds import Capability
+
+_MAX_MODELS_BYTES = 2**20
 
 
 class Upstream:
@@ -24,7 +29,8 @@ class Upstream:
         """Raises ConfigError if its API key is not in the environment."""
         self.name = name
         self.config = config
-        self.kind = KINDS[config.kind]
+        self.kind = kind_of(config.kind)
+        self.contexts: dict[str, int] = {}  # of its models, by its names, as far as it tells
         self.health = HealthState(health)
         self.in_flight = 0
         self.outstanding_tokens = 0
@@ -33,12 +39,12 @@ class Upstream:
         key = config.secret(config.api_key_env)
         self._credential = config.secret(config.credential_env)
         self.headers = {"content-type": "application/json", "accept-encoding": "identity"}
-        if key is not None:
-            self.headers["authorization"] = f"Bearer {key}"
+        self.headers |= self.kind.headers(key)
 
     def become(self, other: Upstream) -> None:
         """Take the settings of another one at the same address; what is in hand, and its health, stay."""
         self.config, self.headers, self._credential = other.config, other.headers, other._credential
+        self.kind = other.kind
         self.health.settings = other.health.settings
 
     def headers_for(self, context: RequestContext) -> dict[str, str]:
@@ -79,6 +85,24 @@ class Upstream:
         async with session.get(base + path, headers=self.headers, allow_redirects=False) as answer:
             return answer.status
 
+    async def learn(self, session: aiohttp.ClientSession) -> None:
+        """Ask how long its models' contexts are. What it does not tell stays unknown."""
+        url = f"{self.config.url}/models"
+        async with session.get(url, headers=self.headers, allow_redirects=False) as answer:
+            page = await answer.content.read(_MAX_MODELS_BYTES) if answer.status == 200 else b""
+        try:
+            cards = orjson.loads(page)["data"]
+            self.contexts = {card["id"]: length for card in cards if (length := _context_of(card))}
+        except (ValueError, KeyError, TypeError, AttributeError):  # it is no list of models
+            self.contexts = {}
+
+
+def _context_of(card: dict[str, Any]) -> int | None:
+    """Of a model's card, as vLLM, SGLang and ours write it, or llama.cpp."""
+    meta = card.get("meta")
+    told = [card.get("max_model_len"), meta.get("n_ctx") if isinstance(meta, dict) else None]
+    return next((length for length in told if type(length) is int and length > 0), None)
+
 
 class Work:
     """A request in an upstream's hands. Ending it twice counts once."""
@@ -101,6 +125,16 @@ class Target:
     upstream: Upstream
     name: str
     served: ServedModel
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of prompt and answer, as configured or as the upstream tells; None: it is not known."""
+        return self.served.context or self.upstream.contexts.get(self.name)
+
+    def can(self, needed: set[Capability], body: dict[str, Any]) -> bool:
+        """Whether it has the capabilities, and honours what the request asks."""
+        kind = self.upstream.kind
+        return needed <= (self.served.serves or kind.serves) and kind.can(body)
 
 
 def targets_of(config: GatewayConfig, upstreams: dict[str, Upstream]) -> dict[str, tuple[Target, ...]]:

@@ -27,6 +27,21 @@ class Usage:
         """All tokens."""
         return self.prompt + self.completion
 
+    def with_told(self, tokens: int) -> Usage:
+        """Of an answer of which so many tokens were in the prompt, because another upstream had told them."""
+        prompt = max(self.prompt - tokens, 0)
+        return Usage(prompt, self.completion + tokens, min(self.cached, prompt), estimated=True)
+
+
+def as_told(usage: Usage) -> dict[str, Any]:
+    """OpenAI's ``usage`` object."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.total,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+
 
 def told(usage: object) -> Usage | None:
     """What an upstream's ``usage`` object says; None if it is none, or says impossible things."""

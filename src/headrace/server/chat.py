@@ -39,11 +39,13 @@ class ChatAnswer:
     include_usage: bool = False
     continuous_usage: bool = False
     tools: ToolUse | None = None
+    resumable: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     positions: Positions | None = None
     begun: bool = False
     over: bool = False
     _parsers: dict[int, ToolParser] = field(default_factory=dict)
+    _untold: list[int] = field(default_factory=list)  # tokens of a resumable answer, since its last chunk
 
     async def whole(self, generation: Outputs) -> bytes:
         """The body of the answer, once every choice has finished."""
@@ -110,15 +112,19 @@ class ChatAnswer:
             chunk.usage = generation.settle()
             yield event(chunk, None if self.positions is None else OVER)
 
-    def skip(self, output: TextOutput) -> None:
-        """Take note of what the client has been told."""
-        self._choice(output)
+    def skip(self, told: TextOutput) -> None:
+        """Take note of what the client has been told already: it is not told again."""
+        self.begun = True
+        self._choice(told)
+        self._untold.clear()
 
     def _choice(self, output: TextOutput) -> ChatChunkChoice | None:
         """None when there is nothing to tell: text that is held back has no chunk."""
         if self.positions is not None:
             self.positions.advance(output)
         choice = ChatChunkChoice(output.choice, Delta())
+        if self.resumable:
+            self._untold += output.token_ids
         content, calls = self._parsed(output.choice, output.text, ending=output.finish_reason is not None)
         if content:
             choice.delta.content = content
@@ -131,6 +137,8 @@ class ChatAnswer:
             choice.stop_reason = output.stop_reason
         elif not content and not calls and choice.logprobs is None:
             return None
+        if self.resumable:
+            choice.token_ids, self._untold = self._untold, []
         return choice
 
     def _parsed(self, choice: int, text: str, *, ending: bool) -> tuple[str, list[CallDelta]]:

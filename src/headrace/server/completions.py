@@ -11,7 +11,7 @@ from msgspec import UNSET
 from headrace.engine.request import TokenLogprobs
 from headrace.frontend.outputs import TextOutput
 from headrace.server.generation import Outputs
-from headrace.server.logprobs import TokenBytes, completion_logprobs, prompt_logprobs
+from headrace.server.logprobs import TokenBytes, completion_logprobs, prompt_logprobs, text_length
 from headrace.server.positions import OVER, Positions
 from headrace.server.responses import Completion, CompletionChoice, CompletionLogprobs, encode, event
 
@@ -36,11 +36,13 @@ class CompletionAnswer:
     continuous_usage: bool = False
     echo: list[str] = field(default_factory=list)
     first_tokens: list[int] = field(default_factory=list)
+    resumable: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     positions: Positions | None = None
     begun: bool = False
     over: bool = False
     _offsets: dict[int, int] = field(default_factory=dict)
+    _untold: list[int] = field(default_factory=list)  # tokens of a resumable answer, since its last chunk
 
     async def whole(self, generation: Outputs) -> bytes:
         """The body of the answer, once every choice has finished."""
@@ -105,9 +107,14 @@ class CompletionAnswer:
             chunk.usage = generation.settle()
             yield event(chunk, None if self.positions is None else OVER)
 
-    def skip(self, output: TextOutput) -> None:
-        """Take note of what the client has been told."""
-        self._choice(output)
+    def skip(self, told: TextOutput) -> None:
+        """Take note of what the client has been told already: it is not told again, and offsets count it."""
+        self.begun = True
+        self._choice(told)
+        self._untold.clear()
+        if told.logprobs is None:
+            before = self._offsets.get(told.choice, 0)
+            self._offsets[told.choice] = before + text_length(self.tokenizer, told.token_ids)
 
     def _echo(self, choice: int) -> str:
         return self.echo[choice // self.n] if self.echo else ""
@@ -125,6 +132,8 @@ class CompletionAnswer:
         if self.positions is not None:
             self.positions.advance(output)
         choice = CompletionChoice(output.choice, output.text)
+        if self.resumable:
+            self._untold += output.token_ids
         if self.wants_logprobs and output.logprobs:
             choice.logprobs, self._offsets[output.choice] = completion_logprobs(
                 self.tokenizer, output.logprobs, self._offsets.get(output.choice, 0)
@@ -134,4 +143,6 @@ class CompletionAnswer:
             choice.stop_reason = output.stop_reason
         elif not output.text and choice.logprobs is None:
             return None
+        if self.resumable:
+            choice.token_ids, self._untold = self._untold, []
         return choice

@@ -41,6 +41,7 @@ _REFUSALS = {
     "401": "The API key is missing or wrong.",
     "404": "No such model.",
     "408": "The body did not arrive in time.",
+    "409": "`resume` is of a server with another `system_fingerprint`.",
     "413": "The body is over the server's limit.",
     "415": "The body is compressed.",
     "500": "Generation failed.",

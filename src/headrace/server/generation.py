@@ -61,6 +61,7 @@ class Generation:
         self._cached: dict[int, int] = {}  # by prompt
         self._tokens: dict[int, int] = {}  # by choice
         self._closed = False
+        self.told: TextOutput | None = None  # of the only answer, by another server
         state.enter()
 
     async def start(
@@ -69,14 +70,18 @@ class Generation:
         params: SamplingParams,
         sender: Sender = NOBODY,
         beams: BeamSearchParams | None = None,
+        resumed: list[int] | None = None,
         notes: list[bytes] | None = None,
     ) -> None:
         """Submit all prompts; with ``beams``, the ``n`` best answers are searched instead of sampled.
 
-        ``notes``: one for each prompt, that a journal keeps with it; a search is not kept. Raises what the
-        frontend raises, with nothing left running after aclose.
+        ``resumed``: tokens of the only answer, which goes on behind them. They count as its own in the usage.
+        ``notes``: one for each prompt, that a journal keeps with it; a search is not kept.
+        Raises what the frontend raises, with nothing left running after aclose.
         """
         self._n = params.n
+        if resumed:
+            self.told, self._tokens[0] = TextOutput(0, token_ids=resumed), len(resumed)
         self.usage.prompt_tokens = sum(map(len, prompts))
         for number, prompt in enumerate(prompts):
             name = self._request_id if len(prompts) == 1 else f"{self._request_id}-{number}"
@@ -96,7 +101,13 @@ class Generation:
         note: bytes,
     ) -> TextStream | BeamStream:
         if beams is None:
-            return await self._frontend.start(prompt, params, request_id=name, sender=sender, note=note)
+            told = () if self.told is None else self.told.token_ids
+            begun = await self._frontend.start(
+                prompt, params, request_id=name, sender=sender, output_token_ids=told, note=note
+            )
+            if self.told is not None:
+                self.told.text = begun.told
+            return begun
         self._frontend.check(prompt, params)
         return BeamStream(
             self._frontend,

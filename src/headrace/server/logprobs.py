@@ -98,6 +98,11 @@ def completion_logprobs(
     return out, offset
 
 
+def text_length(tokenizer: TokenBytes, token_ids: list[int]) -> int:
+    """By how many characters these tokens move ``text_offset`` on."""
+    return sum(len(tokenizer.token_bytes(token_id).decode(errors="replace")) for token_id in token_ids)
+
+
 def _name(tokenizer: TokenBytes, token_id: int) -> str:
     """A token's text, or ``bytes:\\xe2\\x80`` where it is not valid UTF-8 by itself (as OpenAI writes it)."""
     raw = tokenizer.token_bytes(token_id)

@@ -54,6 +54,13 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: Ignored = None
 
 
+class Resume(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An answer that broke off elsewhere: its tokens, and the ``system_fingerprint`` of their server."""
+
+    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    system_fingerprint: str
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both generation routes share. Null counts as absent everywhere."""
 
@@ -88,6 +95,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     early_stopping: bool | Literal["never"] | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=_INT32)] | None = None  # ours
+    # ours: chunks carry `token_ids`, with which `resume` has the answer go on at another server
+    resumable: bool | None = None
+    resume: Resume | None = None
     # what the answer looks like; only one of these
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -113,6 +123,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -194,6 +205,7 @@ def decode(kind: type[R], body: bytes) -> R:
         if request.stream and request.prompt_logprobs is not None:
             raise _unsupported("prompt_logprobs", "them in streams; ask for the whole answer")
         structured_outputs(request)
+        _check_resume(request)
     if isinstance(request, ChatCompletionRequest):
         _check_chat(request)
     elif isinstance(request, CompletionRequest):
@@ -253,6 +265,20 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
     return [stop] if isinstance(stop, str) else stop
 
 
+def _check_resume(request: GenerationRequest) -> None:
+    """Streams of one answer can be continued elsewhere, and are continued as streams."""
+    for name in ("resumable", "resume"):
+        if not getattr(request, name):
+            continue
+        if not request.stream or (request.n or 1) != 1:
+            raise InvalidRequestError(f"`{name}` needs `stream`: true and one choice", param=name)
+        if isinstance(request, CompletionRequest):
+            if len(prompts(request.prompt)) != 1:
+                raise InvalidRequestError(f"`{name}` needs one prompt", param=name)
+            if request.echo:
+                raise _unsupported("echo", f"`echo` with `{name}`; leave one of them out")
+
+
 _NOT_WITH_BEAMS = (
     *("stream", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "bad_words", "allowed_token_ids"),
@@ -291,6 +317,11 @@ def _check_chat(request: ChatCompletionRequest) -> None:
         raise _unsupported("reasoning_effort", "reasoning settings; use `chat_template_kwargs`")
     if request.verbosity not in (None, "medium"):
         raise _unsupported("verbosity", "`verbosity`; leave it out")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise InvalidRequestError(
+            "`continue_final_message` and `add_generation_prompt` exclude each other; send one of them",
+            param="continue_final_message",
+        )
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("`top_logprobs` needs `logprobs`: true", param="top_logprobs")
     both = (request.max_tokens, request.max_completion_tokens)

@@ -152,6 +152,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # of a resumable stream: all since the last chunk
 
 
 class ChatCompletionChunk(msgspec.Struct):
@@ -175,6 +176,7 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # of a resumable stream: all since the last chunk
 
 
 class Completion(msgspec.Struct):

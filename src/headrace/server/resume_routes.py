@@ -35,7 +35,7 @@ class ResumeRoutes:
         answer = plan.open(frontend)
         count = plan.n * plan.prompts
         text = http.headers.get(LAST_EVENT, "") if plan.stream else ""
-        seen = Positions.parse(text, count) if text else Positions([0] * count)
+        seen = Positions.parse(text, count) if text else Positions(found.begun)
         answer.begun, answer.over = bool(text), seen is None
         answer.positions = Positions([0] * count)
         answers.open(found)

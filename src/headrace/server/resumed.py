@@ -31,8 +31,8 @@ class ResumedAnswer:
     """One answer: ``history`` is all that its choices have said, a token at a time.
 
     ``parts``: the engine's request of each prompt. ``exact``: it goes on with the very tokens with which it
-    would have gone on. ``known``: the position of each choice that the process before is known to have
-    reached.
+    would have gone on. ``begun``: the position at which each choice began, which is not 0 if that was at
+    yet another server. ``known``: the one that the process before is known to have reached.
     """
 
     def __init__(self, plan: SavedAnswer, parts: list[SavedRequest]) -> None:
@@ -40,11 +40,13 @@ class ResumedAnswer:
         self.parts = parts
         self.exact = all(part.exact for part in parts)
         self.ended = all(part.ended is not None for part in parts)
-        self.known = [0] * (plan.n * plan.prompts)
+        said = [part.request.output_token_ids or [None] * plan.n for part in parts]
+        self.begun = [len(ids or ()) for choices in said for ids in choices]
+        self.known = self.begun.copy()
         for number, part in enumerate(parts):
             for choice, output in part.outputs.items():
                 ended = output.finish_reason is not None
-                self.known[number * plan.n + choice] = len(output.token_ids) + ended
+                self.known[number * plan.n + choice] += len(output.token_ids) + ended
         self.history: list[TextOutput] = []
         self.running = len(parts)
         self.readers = 0
@@ -72,6 +74,8 @@ class ResumedAnswer:
         try:
             stream = await resumed_stream(frontend, part)
             self.streams.append(stream)
+            if (before := part.request.output_token_ids) and before[0]:
+                self.history.append(TextOutput(first, text=stream.told, token_ids=before[0]))
             async for outputs in stream:
                 for output in outputs:
                     output.choice += first

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from headrace.engine.request import SamplingParams
 from headrace.errors import EngineDeadError, HeadraceError, InvalidRequestError, OverloadedError
+from headrace.frontend.outputs import TextOutput
 from headrace.frontend.tools import tool_format
 from headrace.server import requests
 from headrace.server.generation import Generation, Outputs
@@ -31,6 +32,7 @@ from headrace.web.ids import unique_id
 if TYPE_CHECKING:
     from headrace.frontend.frontend import Frontend
 
+_TEMPLATE_VARIABLES = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 _INLINE_BYTES = 4096  # a body up to this size is parsed and tokenised in well under a millisecond
 
 T = TypeVar("T")
@@ -47,6 +49,8 @@ class Answer(Protocol):
 
     def events(self, generation: Outputs) -> AsyncIterator[bytes]: ...
 
+    def skip(self, told: TextOutput) -> None: ...
+
 
 class GenerationRoutes:
     """Handlers of the generation routes over one server's state."""
@@ -60,12 +64,13 @@ class GenerationRoutes:
         size, request = await read_request(self._state, http, ChatCompletionRequest)
         frontend.check_kind(embeds=False)
         extra = dict(request.chat_template_kwargs or {})
-        for reserved in {"messages", "tools", "add_generation_prompt"} & extra.keys():
+        for reserved in _TEMPLATE_VARIABLES & extra.keys():
             raise InvalidRequestError(
                 f"`chat_template_kwargs` must not set `{reserved}`", param="chat_template_kwargs"
             )
         messages = requests.message_dicts(request.messages)
         opening = request.add_generation_prompt is not False
+        open_ended = bool(request.continue_final_message)
 
         params = chat_params(request)
         form = tool_format(frontend.tokenizer.chat_template, self._state.settings.tool_call_parser)
@@ -79,7 +84,9 @@ class GenerationRoutes:
             if tools is not None:
                 tools.compile(frontend, params)
             compile_grammar(frontend, params, field)
-            ids = frontend.encode_chat(messages, told, add_generation_prompt=opening, **extra)
+            ids = frontend.encode_chat(
+                messages, told, add_generation_prompt=opening, continue_final_message=open_ended, **extra
+            )
             return [frontend.truncate(ids, params)]
 
         plan = SavedAnswer(
@@ -95,6 +102,7 @@ class GenerationRoutes:
             include_usage=_include_usage(request),
             continuous_usage=_continuous_usage(request),
             tools=tools,
+            resumable=_resumable(request),
         )
         return await self._serve(http, frontend, request, params, plan, tokenise, size)
 
@@ -144,6 +152,7 @@ class GenerationRoutes:
             continuous_usage=_continuous_usage(request),
             echo=echo,
             first_tokens=first_tokens,
+            resumable=_resumable(request),
         )
         return await self._serve(http, frontend, request, params, plan, tokenise, size)
 
@@ -165,17 +174,21 @@ class GenerationRoutes:
             priority=request.priority,
             timeout_s=request.timeout_s,
         )
+        resumed = _resumed(request, frontend.client.capabilities.fingerprint)
         generation = Generation(self._state, frontend, plan.id, line)
         kept = frontend.journal is not None and not request.use_beam_search
         answer = plan.open(frontend)
-        if kept:
-            answer.positions = Positions([0] * (plan.n * plan.prompts))
 
         async def work() -> Response:
             heavy = size if params.structured_outputs is None else _INLINE_BYTES + 1  # a grammar to compile
             prompts = await off_loop(tokenise, heavy)
             beams = beam_params(request, params, frontend.max_model_len)
-            await generation.start(prompts, params, sender, beams, plan.notes() if kept else None)
+            notes = plan.notes() if kept else None
+            await generation.start(prompts, params, sender, beams, resumed, notes)
+            if kept:
+                answer.positions = Positions([0] * (plan.n * plan.prompts))
+            if generation.told is not None:
+                answer.skip(generation.told)
             if plan.stream:
                 await generation.first()
             return await respond(self._state, generation, answer, plan, line)
@@ -258,6 +271,26 @@ def _grammar_field(request: GenerationRequest, params: SamplingParams) -> str:
     if asked is not None:
         return asked[0]
     return "tools" if params.structured_outputs is not None else ""
+
+
+def _resumable(request: GenerationRequest) -> bool:
+    return bool(request.resumable) or request.resume is not None
+
+
+def _resumed(request: GenerationRequest, fingerprint: str) -> list[int] | None:
+    """The tokens behind which the answer goes on, if it was begun elsewhere."""
+    resume = request.resume
+    if resume is None:
+        return None
+    if resume.system_fingerprint != fingerprint:
+        error = InvalidRequestError(
+            f"`resume`: this server's system_fingerprint is {fingerprint}, so its tokens would differ; send "
+            "the text so far instead",
+            param="resume",
+        )
+        error.status, error.code = 409, "fingerprint_mismatch"
+        raise error
+    return resume.token_ids
 
 
 def _include_usage(request: GenerationRequest) -> bool:

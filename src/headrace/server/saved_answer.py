@@ -31,6 +31,7 @@ class SavedAnswer(msgspec.Struct, tag="answer", omit_defaults=True, kw_only=True
     include_usage: bool = False
     continuous_usage: bool = False
     tools: ToolUse | None = None
+    resumable: bool = False
     echo: list[str] = msgspec.field(default_factory=list)
     first_tokens: list[int] = msgspec.field(default_factory=list)
 
@@ -50,6 +51,7 @@ class SavedAnswer(msgspec.Struct, tag="answer", omit_defaults=True, kw_only=True
                 include_usage=self.include_usage,
                 continuous_usage=self.continuous_usage,
                 tools=self.tools,
+                resumable=self.resumable,
             )
         return CompletionAnswer(
             id=self.id,
@@ -65,6 +67,7 @@ class SavedAnswer(msgspec.Struct, tag="answer", omit_defaults=True, kw_only=True
             continuous_usage=self.continuous_usage,
             echo=self.echo,
             first_tokens=self.first_tokens,
+            resumable=self.resumable,
         )
 
     def notes(self) -> list[bytes]:
