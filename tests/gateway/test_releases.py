@@ -185,7 +185,7 @@ def test_an_ab_test_keeps_its_keys_apart_and_tells_how_sure_it_is(
             {"v1"},
             {"v2"},
         ), "without another key, the API key's"
-        made.wait(lambda: report(made)["sides"][0]["scores"] + report(made)["sides"][1]["scores"] == 300)
+        made.wait(lambda: sum(side["scores"] for side in report(made)["sides"]) == 300)
         told = report(made)
         tests = {test["measure"]: test for test in told["tests"]}
         assert tests["score"]["p_differs"] < 0.01
@@ -300,9 +300,6 @@ def test_the_commands_say_what_is_wrong(upstreams: Upstreams, tmp_path: Path) ->
 
     assert "it has: assistant" in said("start", "other", "v2")
     assert "it has: v1, v2, v3" in said("start", "assistant", "v9")
-    assert "stable version already" in said("start", "assistant", "v1")
-    assert "name the version" in said("promote", "assistant")
-    assert "no version was there before v1" in said("rollback", "assistant")
     assert run("gateway", "releases", "start", str(path), "assistant", "v2").returncode == 0
     assert "v2 is in a canary" in said("start", "assistant", "v3")
     listed = json.loads(run("gateway", "releases", "list", str(path), "--json").stdout)

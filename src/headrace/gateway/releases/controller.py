@@ -63,7 +63,7 @@ class Releases:
         """The version that serves a request; fills in release, version and trial."""
         release, state = self[name]
         trial, candidate = state.trial, False
-        if trial is not None and trial.candidate in release.versions:
+        if trial is not None:
             candidate = _place(context, trial) * 100 < trial.weight
             context.trial, context.candidate = trial.id, candidate
         context.release, context.version = name, state.version(candidate=candidate)
@@ -112,10 +112,10 @@ class Releases:
     def _tick(self, name: str, release: Release) -> ReleaseState:
         state = self.book.read(name, release)
         states.check(name, release, state)
-        if state.trial is None:
+        outcomes = self._outcomes.get(name, [])
+        if state.trial is None or not (outcomes or states.is_due(release, state.trial, time.time())):
             self._outcomes.pop(name, None)
             return state
-        outcomes = self._outcomes.get(name, [])
 
         def learn(state: ReleaseState, now: float) -> Event | None:
             trial = state.trial
