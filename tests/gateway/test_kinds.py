@@ -272,15 +272,18 @@ def test_requests_go_where_they_can_be_served(upstreams: Upstreams, tmp_path: Pa
 
 
 def test_contexts_are_asked_of_upstreams_that_tell_them(upstreams: Upstreams, tmp_path: Path) -> None:
-    (short, short_url), (long, long_url) = upstreams.start(), upstreams.start()
+    (short, short_url), (long, long_url), (file, file_url) = (upstreams.start() for _ in range(3))
     short.models = (200, b'{"data": [{"id": "s", "max_model_len": 100}]}', "application/json")
     long.models = (200, b'{"data": [{"id": "m", "meta": {"n_ctx": 4000}}]}', "application/json")
+    file.models = (200, b'{"data": [{"id": "/a/f.gguf", "meta": {"n_ctx": 2048}}]}', "application/json")
     config = config_of(
         short={"url": short_url, "weight": 1000, "models": {"m": {"name": "s"}}},
         long={"url": long_url, "models": {"m": {}}},
+        file={"url": file_url, "kind": "llamacpp", "models": {"f": {}}},
     )
     with gateway(config, tmp_path) as made:
         made.wait(lambda: made.client.get("/v1/models/m").json()["max_model_len"] == 4000)
+        made.wait(lambda: made.client.get("/v1/models/f").json()["max_model_len"] == 2048)
         assert made.chat().headers["x-headrace-upstream"] == "short"
         assert made.chat(max_tokens=300).headers["x-headrace-upstream"] == "long"
 

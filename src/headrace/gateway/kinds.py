@@ -24,7 +24,7 @@ class Kind:
     below 500 with which it reports failures of its own. ``serves``: what it can at most. ``lacks``: fields
     that it cannot honour. ``tells_tokens``: it continues answers from their tokens (``resumable`` and
     ``resume``, as ours do). ``continues``: what it continues from the text so far: completions, or chats too
-    (by ``continue_final_message``).
+    (by ``continue_final_message``). ``any_name``: it has one model, whatever name that is asked by.
     """
 
     probe: str
@@ -34,6 +34,7 @@ class Kind:
     lacks: frozenset[str] = frozenset()
     tells_tokens: bool = False
     continues: Literal["nothing", "completions", "chats"] = "completions"
+    any_name: bool = False
 
     def headers(self, key: str | None) -> dict[str, str]:
         """How it wants to be told its API key."""
@@ -106,9 +107,11 @@ KINDS: dict[str, Kind] = {
     "sglang": Kind(probe="/health", continues="chats"),
     # 503 while it loads its model, in /health as in every route. A last message of the assistant's is
     # continued, by later versions if they are told so.
-    "llamacpp": Kind(probe="/health", continues="chats"),
+    "llamacpp": Kind(probe="/health", continues="chats", any_name=True),
     # 424 is its "generation failed".
-    "tgi": Kind(probe="/health", renames=_MAX_TOKENS, failures=frozenset({424}), continues="chats"),
+    "tgi": Kind(
+        probe="/health", renames=_MAX_TOKENS, failures=frozenset({424}), continues="chats", any_name=True
+    ),
     # trtllm-serve refuses fields that it does not know, continue_final_message among them.
     "trtllm": Kind(probe="/health"),
     # DeepSpeed-MII: streams tell no usage, messages hold only text.

@@ -92,12 +92,19 @@ class Upstream:
             page = await answer.content.read(_MAX_MODELS_BYTES) if answer.status == 200 else b""
         try:
             cards = orjson.loads(page)["data"]
-            self.contexts = {card["id"]: length for card in cards if (length := _context_of(card))}
+            self.contexts = {card["id"]: length for card in cards if (length := _told_context(card))}
         except (ValueError, KeyError, TypeError, AttributeError):  # it is no list of models
             self.contexts = {}
 
+    def context_of(self, name: str) -> int | None:
+        """How long the context of its model ``name`` is, if it has told."""
+        if self.kind.any_name and len(self.contexts) == 1:
+            [only] = self.contexts.values()
+            return only
+        return self.contexts.get(name)
 
-def _context_of(card: dict[str, Any]) -> int | None:
+
+def _told_context(card: dict[str, Any]) -> int | None:
     """Of a model's card, as vLLM, SGLang and ours write it, or llama.cpp."""
     meta = card.get("meta")
     told = [card.get("max_model_len"), meta.get("n_ctx") if isinstance(meta, dict) else None]
@@ -129,7 +136,7 @@ class Target:
     @property
     def context(self) -> int | None:
         """Tokens of prompt and answer, as configured or as the upstream tells; None: it is not known."""
-        return self.served.context or self.upstream.contexts.get(self.name)
+        return self.served.context or self.upstream.context_of(self.name)
 
     def can(self, needed: set[Capability], body: dict[str, Any]) -> bool:
         """Whether it has the capabilities, and honours what the request asks."""

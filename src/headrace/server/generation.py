@@ -101,7 +101,7 @@ class Generation:
         note: bytes,
     ) -> TextStream | BeamStream:
         if beams is None:
-            told = () if self.told is None else self.told.token_ids
+            told: list[int] = [] if self.told is None else self.told.token_ids
             begun = await self._frontend.start(
                 prompt, params, request_id=name, sender=sender, output_token_ids=told, note=note
             )
