@@ -154,6 +154,15 @@ class CacheSettings(_Strict):
     sampled: bool = False
 
 
+class EmbeddingsSettings(_Strict):
+    """Whom the gateway asks for embeddings of its own: a ``model`` of the upstreams', or an alias. A request
+    waits for ``timeout_ms`` and then does without.
+    """
+
+    model: Name
+    timeout_ms: Positive = 50.0
+
+
 class GatewayConfig(_Strict):
     """The whole file. ``default_output_tokens`` is reserved for requests that name no maximum."""
 
@@ -173,6 +182,7 @@ class GatewayConfig(_Strict):
     retries: Retries = Retries()
     admission: Admission = Admission()
     cache: CacheSettings = CacheSettings()
+    embeddings: EmbeddingsSettings | None = None
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
@@ -182,6 +192,8 @@ class GatewayConfig(_Strict):
                 raise ValueError(f"aliases: {alias} is the name of a model already")
             if target not in known:
                 raise ValueError(f"aliases: {alias} stands for {target}, which no upstream has")
+        if self.embeddings is not None and self.embeddings.model not in known | self.aliases.keys():
+            raise ValueError(f"embeddings: {self.embeddings.model} is a model that no upstream has")
         for name, tenant in self.tenants.items():
             for limits in (tenant.limits, tenant.key_limits):
                 for model in (limits.models or frozenset()) - known - self.aliases.keys():

@@ -11,6 +11,7 @@ from headrace.gateway.admit import Admissions
 from headrace.gateway.balance import Affinity
 from headrace.gateway.cache import AnswerCache
 from headrace.gateway.config import GatewayConfig
+from headrace.gateway.embedder import Embedder
 from headrace.gateway.health import keep_probing
 from headrace.gateway.keys import Keys
 from headrace.gateway.metrics import Metrics
@@ -47,6 +48,7 @@ class Gateway:
         self.keys = Keys(self.store)
         self.quotas = Quotas(self.store)
         self.cache = AnswerCache(config.state, config.cache) if config.cache.enabled else None
+        self.embedder = Embedder(self, config.embeddings) if config.embeddings is not None else None
         self.live: set[RequestContext] = set()
         self.admissions = Admissions(config.admission)
         self.affinity = Affinity()
@@ -80,6 +82,8 @@ class Gateway:
         for task in self._beside:
             task.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
+        if self.embedder is not None:
+            await self.embedder.aclose()
         await self.session.close()
         if self.cache is not None:
             self.cache.close()
