@@ -33,9 +33,12 @@ class Price(_Strict):
 
 
 class ServedModel(_Strict):
-    """A model of an upstream's. ``name``: what that calls it. ``context``: tokens of prompt and answer."""
+    """A model of an upstream's. ``name``: what that calls it. ``context``: tokens of prompt and answer.
+    ``version``: any text that changes when the model behind the name does: kept answers count no more.
+    """
 
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    version: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     context: Count | None = None
     price: Price = Price()
 
@@ -145,13 +148,27 @@ class Admission(_Strict):
     max_wait_s: Positive = 10.0
 
 
+class SemanticSettings(_Strict):
+    """Answers of questions that mean the same, at most ``max_false_hit_rate`` of them wrong.
+
+    ``by_default``: for every request that may be cached, not only for those that ask for it. ``explore``: the
+    share of safe ones that are asked anyway, to see how often they are wrong. ``max_entries``: questions.
+    """
+
+    max_false_hit_rate: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    by_default: bool = False
+    explore: Annotated[float, Field(ge=0, le=1)] = 0.05
+    max_entries: Count = 20_000
+
+
 class CacheSettings(_Strict):
-    """The exact cache. ``sampled``: keep answers of requests with a temperature above 0 as well."""
+    """Kept answers. ``sampled``: those of requests with a temperature above 0 as well."""
 
     enabled: bool = True
     max_mib: Count = 256
     ttl_s: Positive = 86_400.0
     sampled: bool = False
+    semantic: SemanticSettings | None = None
 
 
 class EmbeddingsSettings(_Strict):
@@ -194,6 +211,8 @@ class GatewayConfig(_Strict):
                 raise ValueError(f"aliases: {alias} stands for {target}, which no upstream has")
         if self.embeddings is not None and self.embeddings.model not in known | self.aliases.keys():
             raise ValueError(f"embeddings: {self.embeddings.model} is a model that no upstream has")
+        if self.cache.semantic is not None and self.embeddings is None:
+            raise ValueError("cache: semantic needs embeddings: name their model as `embeddings: {model: …}`")
         for name, tenant in self.tenants.items():
             for limits in (tenant.limits, tenant.key_limits):
                 for model in (limits.models or frozenset()) - known - self.aliases.keys():

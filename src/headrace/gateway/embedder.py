@@ -194,7 +194,8 @@ def vectors_of(answer: bytes, count: int) -> Vectors:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     if not np.isfinite(lengths).all() or not (lengths > 0).all():
         raise ValueError("embeddings must be finite, and none may be zero")
-    return vectors / lengths
+    vectors /= lengths
+    return vectors
 
 
 def _key(text: str) -> bytes:

@@ -8,8 +8,8 @@ import sqlite3
 from typing import TYPE_CHECKING, Literal
 
 from headrace.gateway.admit import Admissions
+from headrace.gateway.answers import AnswerCache
 from headrace.gateway.balance import Affinity
-from headrace.gateway.cache import AnswerCache
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.embedder import Embedder
 from headrace.gateway.health import keep_probing
@@ -17,6 +17,7 @@ from headrace.gateway.keys import Keys
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.quotas import LEASE_S, Quotas
 from headrace.gateway.relay import RetryBudget
+from headrace.gateway.semantic import SemanticCache
 from headrace.gateway.store import Store
 from headrace.gateway.upstream import Target, Upstream, targets_of
 from headrace.observe.logs import logger
@@ -54,6 +55,7 @@ class Gateway:
         self.affinity = Affinity()
         self.retry_budget = RetryBudget(config.retries.budget)
         self.metrics = Metrics(self.upstreams.values(), self.admissions)
+        self.semantic = self._semantic()
         self._session: aiohttp.ClientSession | None = None
         self._beside: list[asyncio.Task[None]] = []
 
@@ -82,12 +84,20 @@ class Gateway:
         for task in self._beside:
             task.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
+        if self.semantic is not None:
+            await self.semantic.aclose()
         if self.embedder is not None:
             await self.embedder.aclose()
         await self.session.close()
         if self.cache is not None:
             self.cache.close()
         self.store.close()
+
+    def _semantic(self) -> SemanticCache | None:
+        settings = self.config.cache.semantic
+        if self.cache is None or self.embedder is None or settings is None:
+            return None
+        return SemanticCache(self.cache, self.embedder, settings, self.metrics, self.log)
 
     def failed(self, target: Target, reason: str, *, passing: bool = False) -> None:
         """An attempt failed. ``passing``: through no defect of the upstream's: its health does not suffer."""

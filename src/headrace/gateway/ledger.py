@@ -11,7 +11,9 @@ from headrace.gateway.quotas import NANO
 from headrace.gateway.store import Store
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
-CacheUse = Literal["hit", "miss", "off"]
+CacheUse = Literal["hit", "semantic-hit", "partial-hit", "miss", "off"]
+FREE: frozenset[CacheUse] = frozenset({"hit", "semantic-hit"})
+"""Answers that cost nothing. Of a partial hit, what was asked costs."""
 By = Literal["tenant", "key", "model", "upstream", "day"]
 
 
@@ -36,6 +38,7 @@ class Entry:
     duration_ms: int
 
 
+_FREE = ", ".join(f"'{use}'" for use in sorted(FREE))
 _INSERT = (
     f"INSERT INTO ledger ({', '.join(field.name for field in fields(Entry))}) "
     f"VALUES ({', '.join('?' * len(fields(Entry)))})"
@@ -71,8 +74,8 @@ def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None
         values.append(tenant)
     try:
         rows = store.db.execute(
-            f"""SELECT {column}, COUNT(*), SUM(outcome = 'failed'), SUM(cache = 'hit'), SUM(prompt_tokens),
-                SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0
+            f"""SELECT {column}, COUNT(*), SUM(outcome = 'failed'), SUM(cache IN ({_FREE})),
+                SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0
                 FROM ledger WHERE {where} GROUP BY 1 ORDER BY SUM(nano_usd) DESC, 1""",
             values,
         ).fetchall()
