@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.cache import AnswerCache
+from headrace.gateway.answers import AnswerCache
 from headrace.gateway.config import CacheSettings
 from tests.e2e.running import run
 from tests.gateway.running import RunningGateway, Upstreams, decent, events, gateway, text_of

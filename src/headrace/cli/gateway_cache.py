@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace.cli.gateway_config import Config, print_table, read
+from headrace.cli.gateway_shared import AsJson, Config, read, table
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="Show what the caches keep, and cle
 @app.command()
 def stats(
     config: Config,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show how much is kept of each tenant's and model's answers."""
     with _cache(config) as cache:
@@ -35,10 +35,17 @@ def stats(
         print()
         return
     rows = [
-        (row.kind, row.tenant, row.model, str(row.entries), str(row.questions), f"{row.size_bytes / 2**20:.2f}")
+        (
+            row.kind,
+            row.tenant,
+            row.model,
+            str(row.entries),
+            str(row.questions),
+            f"{row.size_bytes / 2**20:.2f}",
+        )
         for row in held
     ]
-    print_table(("kind", "tenant", "model", "entries", "questions", "MiB"), rows)
+    table(("kind", "tenant", "model", "entries", "questions", "MiB"), rows)
 
 
 @app.command()

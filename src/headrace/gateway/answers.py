@@ -61,9 +61,8 @@ class AnswerCache:
 
     def __init__(self, folder: Path, settings: CacheSettings) -> None:
         """Raises ConfigError if the file cannot be used."""
-        self.settings = settings
+        self.configure(settings)
         self.path = folder / "cache.sqlite"
-        self._limit = settings.max_mib * 2**20
         self._flights: dict[bytes, asyncio.Future[bool]] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -73,6 +72,11 @@ class AnswerCache:
             self.path.chmod(0o600)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"the cache {self.path} cannot be used ({error}); it may be deleted") from None
+
+    def configure(self, settings: CacheSettings) -> None:
+        """Go by these settings from now on."""
+        self.settings = settings
+        self._limit = settings.max_mib * 2**20
 
     def _create(self) -> None:
         self.db.execute("BEGIN IMMEDIATE")
@@ -137,14 +141,18 @@ class AnswerCache:
         """Forget all answers, or those of a tenant, a model, a kind; how many there were.
 
         What the semantic cache learned of a tenant's questions goes when all of the tenant's answers do.
+        Raises ConfigError if the file cannot be written.
         """
         where = {"tenant": tenant, "model": model, "kind": kind}
         given = {name: value for name, value in where.items() if value is not None}
         condition = " AND ".join(f"{name} = ?" for name in given) or "TRUE"
-        done = self.db.execute(f"DELETE FROM answers WHERE {condition}", tuple(given.values()))
-        if model is None and kind != "embedding":
-            self.db.execute("DELETE FROM observations WHERE ? IS NULL OR tenant = ?", (tenant, tenant))
-        self._bytes = self._size()
+        try:
+            done = self.db.execute(f"DELETE FROM answers WHERE {condition}", tuple(given.values()))
+            if model is None and kind != "embedding":
+                self.db.execute("DELETE FROM observations WHERE ? IS NULL OR tenant = ?", (tenant, tenant))
+            self._bytes = self._size()
+        except sqlite3.Error as error:
+            raise ConfigError(f"the cache cannot be cleared: {error}") from None
         return done.rowcount
 
     def held(self) -> list[Held]:

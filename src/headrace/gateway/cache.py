@@ -41,7 +41,7 @@ async def look_up(gateway: Gateway, context: RequestContext) -> None:
     cache, wish = gateway.cache, _wish(context)
     if cache is None or not _may_keep(context, cache.settings, wish):
         return
-    version = _version(gateway, context)
+    version = _version(context)
     fingerprint = _fingerprint(context, version)
     context.cache = "miss"
     if context.route == "embeddings":
@@ -193,12 +193,10 @@ def _may_keep(context: RequestContext, settings: CacheSettings, wish: str) -> bo
     return isinstance(temperature, (int, float)) and temperature == 0
 
 
-def _version(gateway: Gateway, context: RequestContext) -> list[tuple[str, str, str]]:
+def _version(context: RequestContext) -> list[object]:
     """What answers under the model's name now: an answer of anything else is none of this."""
-    targets = gateway.targets[context.model]
-    return sorted(
-        (target.upstream.config.url, target.name, target.served.version or "") for target in targets
-    )
+    served = [(t.upstream.config.url, t.name, t.served.version or "") for t in context.candidates]
+    return [context.release, context.version, sorted(served)]
 
 
 def _fingerprint(context: RequestContext, version: object) -> bytes:

@@ -14,7 +14,7 @@ Outcome = Literal["ok", "refused", "failed", "cancelled"]
 CacheUse = Literal["hit", "semantic-hit", "partial-hit", "miss", "off"]
 FREE: frozenset[CacheUse] = frozenset({"hit", "semantic-hit"})
 """Answers that cost nothing. Of a partial hit, what was asked costs."""
-By = Literal["tenant", "key", "model", "upstream", "day"]
+By = Literal["tenant", "app", "key", "model", "upstream", "version", "day"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,17 @@ class Entry:
     estimated: bool
     nano_usd: int
     duration_ms: int
+    app: str = ""
+    release: str = ""
+    version: str = ""
 
 
 _FREE = ", ".join(f"'{use}'" for use in sorted(FREE))
+_GROUPS = {
+    "app": "CASE app WHEN '' THEN tenant ELSE tenant || '/' || app END",
+    "day": "date(ended_at, 'unixepoch')",
+    "version": "CASE release WHEN '' THEN '' ELSE release || '/' || version END",
+}
 _INSERT = (
     f"INSERT INTO ledger ({', '.join(field.name for field in fields(Entry))}) "
     f"VALUES ({', '.join('?' * len(fields(Entry)))})"
@@ -66,7 +74,7 @@ class Sum:
 
 def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None) -> list[Sum]:
     """Sums over the ledger from ``since`` (seconds since 1970) on, the dearest group first."""
-    column = "date(ended_at, 'unixepoch')" if by == "day" else by
+    column = _GROUPS.get(by, by)
     where = "ended_at >= ?"
     values: list[float | str] = [since]
     if tenant is not None:

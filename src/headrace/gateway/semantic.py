@@ -99,7 +99,7 @@ class SemanticCache:
         self._log = log
         self._indices: OrderedDict[bytes, Index] = OrderedDict()
         self._loading: dict[bytes, asyncio.Task[Index]] = {}
-        self._populations: OrderedDict[str, Population] = OrderedDict()
+        self._populations: OrderedDict[str, tuple[int | None, Population]] = OrderedDict()
         self._learning: set[asyncio.Task[None]] = set()
         self._kept = 0
         self._random = random.Random()
@@ -207,12 +207,14 @@ class SemanticCache:
 
     def _observe(self, tenant: str, nearest: Nearest, right: bool) -> None:
         seen = Observation(nearest.key, nearest.loose, nearest.similarity, right)
-        self._population(tenant).observe(seen)
+        population = self._population(tenant)
+        population.observe(seen)
         db = self._answers.db
         done = db.execute(
             "INSERT INTO observations (tenant, question, loose, similarity, right) VALUES (?, ?, ?, ?, ?)",
             (tenant, seen.key, seen.loose, seen.similarity, seen.right),
         )
+        self._populations[tenant] = (done.lastrowid, population)
         db.execute("DELETE FROM observations WHERE id <= ?", ((done.lastrowid or 0) - _OBSERVATIONS,))
         self._metrics.semantic_checks.labels(
             "safe" if nearest.safe else "unsure", "right" if right else "wrong"
@@ -305,18 +307,21 @@ class SemanticCache:
         return index
 
     def _population(self, tenant: str) -> Population:
-        found = self._populations.get(tenant)
-        if found is None:
-            rows = self._answers.db.execute(
-                "SELECT question, loose, similarity, right FROM observations WHERE tenant = ? ORDER BY id",
-                (tenant,),
-            )
-            seen = [Observation(bytes(key), bool(loose), s, bool(right)) for key, loose, s, right in rows]
-            found = self._populations[tenant] = Population(seen)
+        """What was learned of a tenant's questions; read again if another process changed it."""
+        db = self._answers.db
+        [last] = db.execute("SELECT MAX(id) FROM observations WHERE tenant = ?", (tenant,)).fetchone()
+        known = self._populations.get(tenant)
+        if known is None or known[0] != last:
+            query = "SELECT question, loose, similarity, right FROM observations WHERE tenant = ? ORDER BY id"
+            seen = [
+                Observation(bytes(key), bool(loose), similarity, bool(right))
+                for key, loose, similarity, right in db.execute(query, (tenant,))
+            ]
+            known = self._populations[tenant] = (last, Population(seen))
             while len(self._populations) > _TENANTS:
                 self._populations.popitem(last=False)
         self._populations.move_to_end(tenant)
-        return found
+        return known[1]
 
     def _count(self, result: str) -> None:
         self._metrics.semantic.labels(result).inc()
