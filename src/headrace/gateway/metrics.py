@@ -33,6 +33,11 @@ class Metrics:
         self.semantic_checks = counter(
             "semantic_checks", "Kept answers compared with fresh ones.", "candidate", "result"
         )
+        self.semantic_learning = Gauge(
+            "headrace_gateway_semantic_learning",
+            "Fresh answers that are being compared and kept.",
+            registry=self.registry,
+        )
         self.refusals = counter("refusals", "Requests answered with an error.", "status")
         self.failures = counter("upstream_failures", "Attempts that failed.", "upstream", "reason")
         self.retries = counter("retries", "Attempts after the first one.")

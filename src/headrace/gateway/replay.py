@@ -14,7 +14,6 @@ from headrace.gateway.sse import DONE
 
 _EVENT = b"data: "
 _GOOD_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
-_OBJECTS = {"chat.completion": "chat.completion.chunk", "chat.completion.chunk": "chat.completion"}
 
 
 def is_stream(record: bytes) -> bool:
@@ -39,7 +38,7 @@ def events(answer: dict[str, Any]) -> bytes:
     """A whole answer as a stream with usage, [DONE] included. Raises ValueError for what is no answer."""
     try:
         return _apart(answer)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"the answer cannot be made a stream: {error!r}") from None
 
 
@@ -70,8 +69,8 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
         answer |= {name: value for name, value in chunk.items() if name != "choices" and value is not None}
         for piece in chunk["choices"]:
             _join_choice(choices.setdefault(piece.get("index", 0), {"index": piece.get("index", 0)}), piece)
-    answer["object"] = _OBJECTS.get(answer.get("object", ""), answer.get("object"))
     answer["choices"] = [choices[index] for index in sorted(choices)]
+    answer["object"] = "chat.completion" if "message" in answer["choices"][0] else "text_completion"
     return answer
 
 
@@ -116,7 +115,7 @@ def _join_call(call: dict[str, Any], piece: dict[str, Any]) -> None:
 
 def _apart(answer: dict[str, Any]) -> bytes:
     frame = {name: value for name, value in answer.items() if name not in ("choices", "usage")}
-    frame["object"] = _OBJECTS.get(frame.get("object", ""), frame.get("object"))
+    frame["object"] = "chat.completion.chunk" if "message" in answer["choices"][0] else "text_completion"
     pieces: list[dict[str, Any]] = []
     for choice in answer["choices"]:
         begin, end = dict(choice), {"index": choice["index"], "finish_reason": choice["finish_reason"]}

@@ -150,7 +150,8 @@ class SemanticCache:
             return
         task = asyncio.create_task(self._learn(question, fingerprint, answer))
         self._learning.add(task)
-        task.add_done_callback(self._learning.discard)
+        self._metrics.semantic_learning.inc()
+        task.add_done_callback(self._learned)
 
     async def aclose(self) -> None:
         """End what is under way."""
@@ -204,6 +205,10 @@ class SemanticCache:
                     self._observe(question.tenant, nearest, agrees)
             if nearest is None or not (nearest.safe and agrees):  # else one stands for it already
                 self._keep(question, fingerprint)
+
+    def _learned(self, task: asyncio.Task[None]) -> None:
+        self._learning.discard(task)
+        self._metrics.semantic_learning.dec()
 
     def _observe(self, tenant: str, nearest: Nearest, right: bool) -> None:
         seen = Observation(nearest.key, nearest.loose, nearest.similarity, right)
