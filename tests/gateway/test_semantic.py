@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,15 @@ from benchmarks.semantic_cache import (
 )
 from tests.e2e.running import RunningServer, run, serving
 from tests.gateway.running import RunningGateway, Upstreams, events, gateway
+from tests.gateway.test_reload import hang_up, rewrite
 from tests.lab.streaming_server import Exchange, Streamer
 
 STATE = "x-headrace-cache"
 KNOWN = meanings("learn") | meanings("held-out")
 LEARN, HELD_OUT = order(0)
 CAPITAL = "What is the capital of Peru?"
+TRUSTING = 0.9
+"""A budget within which everything that the verifier passes is served."""
 SAME = ["Tell me the capital of Peru.", "What's Peru's capital?", "what is peru's capital"]
 
 
@@ -126,15 +131,12 @@ def test_it_is_for_who_asks_for_it_and_no_tenant_gets_anothers(
     encoder: RunningServer, model: tuple[Streamer, str], tmp_path: Path
 ) -> None:
     _, url = model
-    config = settings(url, f"{encoder.url}/v1", by_default=False)
-    config |= {
-        "authentication": "keys",
-        "tenants": {"acme": {"limits": {"requests_per_minute": 1000}}, "other": {}},
-    }
+    config = settings(url, f"{encoder.url}/v1", by_default=False, max_false_hit_rate=TRUSTING)
+    tenants = {"acme": {"limits": {"requests_per_minute": 1000}}, "other": {}}
+    config |= {"authentication": "keys", "tenants": tenants}
     with gateway(config, tmp_path) as made:
         key, other = made.key("acme"), made.key("other")
         wish = {STATE: "semantic"}
-        teach(made, key | wish)
         ask(made, CAPITAL, key | wish)
         assert ask(made, SAME[0], key).headers[STATE] == "miss"
         assert ask(made, SAME[1], key | wish).headers[STATE] == "semantic-hit"
@@ -144,6 +146,49 @@ def test_it_is_for_who_asks_for_it_and_no_tenant_gets_anothers(
         assert ask(made, CAPITAL, key | wish, temperature=1.0).headers[STATE] == "miss"
         assert ask(made, SAME[0], key | wish, temperature=1.0).headers[STATE] == "semantic-hit"
         assert ask(made, SAME[2], key, temperature=1.0).headers[STATE] == "off"
+        # and of the exact cache's own hit it does not ask for vectors
+        looked_up = made.metric("semantic_lookups_total")
+        assert ask(made, CAPITAL, key | wish).headers[STATE] == "hit"
+        assert made.metric("semantic_lookups_total") == looked_up
+
+
+def test_answers_age_and_the_longest_unused_leave(
+    encoder: RunningServer, model: tuple[Streamer, str], tmp_path: Path
+) -> None:
+    _, url = model
+    config = settings(url, f"{encoder.url}/v1", max_entries=10, max_false_hit_rate=1e-6)
+    with gateway(config, tmp_path) as made:
+        teach(made, texts=LEARN[:30])
+        [row] = json.loads(run("gateway", "cache", "stats", str(made.file), "--json").stdout)
+        assert (row["entries"], row["questions"] <= 20) == (30, True)
+    folder = tmp_path / "aged"
+    folder.mkdir()
+    config = settings(url, f"{encoder.url}/v1", max_false_hit_rate=TRUSTING)
+    config["cache"]["ttl_s"] = 1e-6
+    with gateway(config, folder) as made:
+        for text in (CAPITAL, *SAME):
+            assert ask(made, text).headers[STATE] == "miss"
+
+
+def test_a_reload_switches_it_on_and_off(
+    encoder: RunningServer, model: tuple[Streamer, str], tmp_path: Path
+) -> None:
+    _, url = model
+    config = settings(url, f"{encoder.url}/v1", max_false_hit_rate=TRUSTING)
+    semantic = config["cache"].pop("semantic")
+    embeddings = config.pop("embeddings")
+    with gateway(config, tmp_path) as made:
+        ask(made, CAPITAL)
+        assert ask(made, SAME[0]).headers[STATE] == "miss"
+        rewrite(made, embeddings=embeddings, cache={"semantic": semantic})
+        hang_up(made, "configuration reloaded")
+        ask(made, CAPITAL, {STATE: "refresh"})
+        assert ask(made, CAPITAL, seed=1).headers[STATE] == "miss"
+        assert ask(made, SAME[0], seed=1).headers[STATE] == "semantic-hit"
+        rewrite(made, embeddings=None, cache={})
+        hang_up(made, "configuration reloaded")
+        assert ask(made, SAME[1], seed=1).headers[STATE] == "miss"
+        assert made.stop(signal.SIGTERM) == 0
 
 
 def test_it_knows_after_a_restart_and_forgets_on_command(
@@ -185,14 +230,40 @@ async def is_down(exchange: Exchange) -> None:
 
 
 async def never_answers(exchange: Exchange) -> None:
-    import asyncio
-
     await asyncio.sleep(60)
 
 
 async def nonsense(exchange: Exchange) -> None:
     data = [{"index": 0, "embedding": [0.0, 0.0]}]
     await exchange.whole(200, json.dumps({"data": data}).encode())
+
+
+def test_a_late_vector_is_there_for_the_next_one(
+    upstreams: Upstreams, model: tuple[Streamer, str], tmp_path: Path
+) -> None:
+    release = threading.Event()
+
+    async def late(exchange: Exchange) -> None:
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        data = [{"index": n, "embedding": [3.0, 4.0]} for n in range(len(exchange.body["input"]))]
+        await exchange.whole(200, json.dumps({"data": data}).encode())
+
+    streamer, encoder = upstreams.start(late)
+    config = settings(model[1], encoder)
+    config["embeddings"]["timeout_ms"] = 5
+    with gateway(config, tmp_path) as made:
+        for limit in (1, 2, 3):
+            assert ask(made, CAPITAL, max_tokens=limit).headers[STATE] == "miss"
+        assert [asked.body["input"] for asked in streamer.asked] == [[CAPITAL]], (
+            "it is on its way: asked once"
+        )
+        assert made.metric("semantic_lookups_total") == {'result="no embedding"': 3.0}
+        release.set()
+        made.wait_idle()
+        ask(made, CAPITAL, max_tokens=4)
+        assert made.metric("semantic_lookups_total")['result="no neighbour"'] == 1
+        assert len(streamer.asked) == 1
 
 
 @pytest.mark.parametrize("behaviour", [is_down, never_answers, nonsense])

@@ -57,6 +57,7 @@ class Nearest:
     """The kept question that is most likely to have the right answer. ``safe``: likely enough."""
 
     key: bytes
+    text: str
     answer: bytes
     similarity: float
     loose: bool
@@ -190,7 +191,7 @@ class SemanticCache:
             right = population.probability(key, loose, similarity)
             if best is None or right > best[0]:
                 safe = right >= 1 - self.settings.max_false_hit_rate
-                best = (right, Nearest(key, answer, similarity, loose, safe))
+                best = (right, Nearest(key, kept_text, answer, similarity, loose, safe))
         if best is None:
             self._count(f"refused: {refused}" if refused else "no neighbour")
             return None
@@ -200,7 +201,7 @@ class SemanticCache:
         nearest, agrees = question.nearest, None
         with contextlib.suppress(sqlite3.Error):
             if nearest is not None:
-                agrees = await self._agree(replay.whole(nearest.answer), answer)
+                agrees = await self._agree(question, nearest, answer)
                 if agrees is not None:
                     self._observe(question.tenant, nearest, agrees)
             if nearest is None or not (nearest.safe and agrees):  # else one stands for it already
@@ -225,17 +226,16 @@ class SemanticCache:
             "safe" if nearest.safe else "unsure", "right" if right else "wrong"
         ).inc()
 
-    async def _agree(self, kept: dict[str, Any], new: dict[str, Any]) -> bool | None:
-        """Whether two answers say the same; None if that could not be found out."""
-        one, other = replay.text_of(kept), replay.text_of(new)
-        if one is None or other is None:
+    async def _agree(self, question: Question, nearest: Nearest, answer: dict[str, Any]) -> bool | None:
+        """Whether the kept answer says what the new one says; None if that could not be found out."""
+        kept, new = replay.text_of(replay.whole(nearest.answer)), replay.text_of(answer)
+        if kept is None or new is None:
             return None
-        if verifier.read(one).words == verifier.read(other).words:
-            return True
-        if verifier.contradiction(verifier.read(one), verifier.read(other)) is not None:
-            return False
-        vectors = await self._embedder.embed([_start(one), _start(other)], timeout_s=_LEARN_S)
-        return None if vectors is None else bool(vectors[0] @ vectors[1] >= _AGREE)
+        agrees = verifier.agreement(*map(verifier.read, (kept, new, nearest.text, question.text)))
+        if agrees is None:
+            vectors = await self._embedder.embed([_start(kept), _start(new)], timeout_s=_LEARN_S)
+            agrees = None if vectors is None else bool(vectors[0] @ vectors[1] >= _AGREE)
+        return agrees
 
     def _keep(self, question: Question, fingerprint: bytes) -> None:
         stored = question.vector.astype("<f2").tobytes()
@@ -249,7 +249,7 @@ class SemanticCache:
             elif (index := self._indices.get(question.scope)) is not None:
                 index.add(done.lastrowid, question.vector, threads=1)
         self._kept += 1
-        if self._kept % _TIDY_EVERY == 0:
+        if self._kept % min(_TIDY_EVERY, self.settings.max_entries) == 0:
             self._tidy()
 
     def _tidy(self) -> None:

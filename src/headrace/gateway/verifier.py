@@ -89,7 +89,7 @@ def refusal(one: Reading, other: Reading) -> str | None:
         return None
     if one.language != other.language or one.language != "English":
         return "language"
-    if (why := contradiction(one, other)) is not None:
+    if (why := _contradiction(one, other)) is not None:
         return why
     mine, others = _extras(one, other), _extras(other, one)
     if any(stem in words.TIMES for stem in mine | others):
@@ -107,28 +107,31 @@ def refusal(one: Reading, other: Reading) -> str | None:
     return None
 
 
+def agreement(one: Reading, other: Reading, asked: Reading, asked_too: Reading) -> bool | None:
+    """Whether two answers to the questions ``asked`` and ``asked_too`` say the same; None if it takes more
+    than words to see. What an answer only repeats of its question says nothing: "Paris" is "The capital of
+    France is Paris".
+    """
+    if one.words == other.words:
+        return True
+    if one.negations != other.negations:
+        return False
+    said_before = {*asked.stems, *asked_too.stems, *_ANSWERING}
+    mine, others = (_extras(one, other) - said_before, _extras(other, one) - said_before)
+    if not mine and not others:
+        return True
+    facts = {*one.names, *other.names, *one.numbers, *other.numbers, *one.units, *other.units}
+    if (mine | others) & facts or any(_opposite(a, b) for a in mine for b in others):
+        return False
+    return None
+
+
 def loose(one: Reading, other: Reading) -> bool:
     """Of two texts that pass: whether they differ in words or order whose weight this cannot judge."""
     if one.words == other.words:
         return False
     modes_differ = one.modes != other.modes and "whether" in (one.question, other.question)
     return Counter(one.stems) != Counter(other.stems) or modes_differ or not _in_step(one, other)
-
-
-def contradiction(one: Reading, other: Reading) -> str | None:
-    """What in two texts, questions or answers, cannot be said of the same thing; None if there is nothing."""
-    if sorted(one.numbers) != sorted(other.numbers):
-        return "number"
-    if one.units != other.units:
-        return "unit"
-    if one.negations != other.negations:
-        return "negation"
-    mine, others = _extras(one, other), _extras(other, one)
-    if any(stem in one.names or stem in other.names for stem in mine | others):
-        return "name"
-    if any(_opposite(a, b) for a in mine for b in others):
-        return "opposite"
-    return None
 
 
 def stem_of(word: str) -> str:
@@ -191,6 +194,21 @@ class _Content:
             self.stems.insert(-1, stem)
         else:
             self.stems.append(stem)
+
+
+def _contradiction(one: Reading, other: Reading) -> str | None:
+    if sorted(one.numbers) != sorted(other.numbers):
+        return "number"
+    if one.units != other.units:
+        return "unit"
+    if one.negations != other.negations:
+        return "negation"
+    mine, others = _extras(one, other), _extras(other, one)
+    if any(stem in one.names or stem in other.names for stem in mine | others):
+        return "name"
+    if any(_opposite(a, b) for a in mine for b in others):
+        return "opposite"
+    return None
 
 
 def _question(tokens: list[str]) -> tuple[frozenset[str], str | None]:
@@ -301,6 +319,7 @@ def _bare(word: str) -> str:
 
 
 _KEPT = words.TIMES | words.LIMITING
+_ANSWERING = frozenset(_bare(word) for word in words.ANSWERING)
 _SYNONYMS = {_bare(word): _bare(first) for word, first in words.SYNONYMS.items()}
 _OPPOSITES = frozenset(frozenset(stem_of(word) for word in pair) for pair in words.OPPOSITES)
 

@@ -106,7 +106,7 @@ UNITS = _families(
     fahrenheit
     kelvin
     secs sec seconds
-    minute minutes mins
+    minute minutes min mins
     hour hours hr hrs
     day days
     week weeks
@@ -284,6 +284,9 @@ FILLERS = _set(
 OPENERS = _set("name list explain define describe calculate compute translate tell")
 """Fillers where a text begins with them."""
 
+ANSWERING = _set("answer question sure certainly course yes here following as")
+"""Words of an answer that are about the answering."""
+
 DEGREES = _set("long far often old much many come else")
 """Fillers behind "how"."""
 
@@ -332,7 +335,7 @@ PHRASES = _rules(
     & -> and
     (?<![^\W_])(\d+)(?=(?:km|cm|mm|kg|mg|g|ml|l|lbs?|oz|mph|h|hrs?|mins?|[kmgt]b)\b) -> \1 ''
     \bno (?:more|greater|later) than\b|\bat (?:the )?most\b|\bup to\b|\bmaximum\b|\bmax\b -> atmost
-    \bno (?:less|fewer|earlier) than\b|\bat (?:the )?least\b|\bminimum\b|\bmin\b -> atleast
+    \bno (?:less|fewer|earlier) than\b|\bat (?:the )?least\b|\bminimum\b|(?<!\d )\bmin\b -> atleast
     \b(?:less|fewer) than\b|\bunder(?= \d)|\bbelow(?= \d) -> lessthan
     \b(?:more|greater) than\b|\bover(?= \d)|\babove(?= \d) -> morethan
     \b(?:turn|switch)(?:ed|ing|s)? on\b -> turnon
