@@ -220,7 +220,7 @@ def test_the_cache_is_cleared(admin: Admin) -> None:
 
     state()
     assert state() == "hit"
-    assert "forgot 1 answer" in run("gateway", "cache", "clear", str(made.file)).stdout
+    assert "forgot 1 entry" in run("gateway", "cache", "clear", str(made.file)).stdout
     assert state() == "miss"
 
 

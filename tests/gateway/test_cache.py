@@ -163,9 +163,9 @@ def test_it_is_shown_and_cleared_from_outside(upstreams: Upstreams, tmp_path: Pa
             ("embedding", "acme", "m"): 1,
         }
         said = run("gateway", "cache", "clear", str(made.file), "--tenant", "acme", "--kind", "answer").stdout
-        assert said == "forgot 1 answer\n"
+        assert said == "forgot 1 entry\n"
         assert [made.chat(key, temperature=0).headers[STATE] for key in (one, two)] == ["miss", "hit"]
-        assert run("gateway", "cache", "clear", str(made.file)).stdout == "forgot 3 answers\n"
+        assert run("gateway", "cache", "clear", str(made.file)).stdout == "forgot 3 entries\n"
         assert made.chat(two, temperature=0).headers[STATE] == "miss"
     settings = config(url, enabled=False)
     made.file.write_text(json.dumps(settings))
