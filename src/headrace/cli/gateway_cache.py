@@ -57,7 +57,7 @@ def clear(
         Literal["answer", "embedding"] | None, typer.Option(help="Only answers, or only embeddings.")
     ] = None,
 ) -> None:
-    """Forget kept answers and embeddings, all of them or some; a running gateway does not serve them again."""
+    """Forget answers and embeddings, all of them or some; a running gateway serves them no more."""
     with _cache(config) as cache:
         gone = cache.clear(tenant=tenant, model=model, kind=kind)
     print(f"forgot {gone} {'entry' if gone == 1 else 'entries'}")
