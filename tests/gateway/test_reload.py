@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import re
 import signal
 import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
+from tests.e2e.running import run
 from tests.gateway.running import RunningGateway, Upstreams, decent, gateway, text_of
 from tests.lab.streaming_server import Behaviour, Exchange
 
@@ -99,37 +100,38 @@ def test_limits_hold_over_a_reload_and_what_was_used_stays(upstreams: Upstreams,
         assert made.chat(headers).status_code == 403
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"tenants": {"acme": {"limts": {}}}}, r"gateway.yaml:\d+: tenants.acme.limts"),
-        ({"aliases": {"x": "nothing"}}, r"gateway.yaml:\d+: aliases.x: .*which no upstream has"),
-        ({"state": "elsewhere"}, "`state` cannot change while the gateway runs"),
-        ({"cache": {"enabled": False}}, "`cache.enabled` cannot change"),
-        ({"port": 1}, "`port` cannot change"),
-    ],
-)
-def test_a_bad_file_changes_nothing(
-    upstreams: Upstreams, tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
-    import re
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tenants": {"acme": {"limts": {}}}}, r"gateway.yaml:\d+: tenants.acme.limts"),
+    ({"aliases": {"x": "nothing"}}, r"gateway.yaml:\d+: aliases.x: .*which no upstream has"),
+    ({"state": "elsewhere"}, "`state` cannot change while the gateway runs"),
+    ({"cache": {"enabled": False}}, "`cache.enabled` cannot change"),
+    ({"port": 1}, "`port` cannot change"),
+    ({"upstreams": None}, "gateway.yaml:1: upstreams: Field required"),
+]
 
+
+def test_a_bad_file_changes_nothing(upstreams: Upstreams, tmp_path: Path) -> None:
     _, url = upstreams.start()
     config: dict[str, Any] = {
         "upstreams": {"one": {"url": url, "models": {"m": {}}}},
         "tenants": {"acme": {}},
     }
     with gateway(config, tmp_path) as made:
-        headers = made.key("acme")
-        rewrite(made, **changes, retries={"attempts": 1})
+        headers, good = made.key("acme"), made.file.read_text()
+        for changes, said in BAD:
+            rewrite(made, **changes, retries={"attempts": 1})
+            hang_up(made, "configuration refused")
+            assert re.search(said, log_of(made).splitlines()[-1]), log_of(made)
+            assert made.chat(headers).status_code == 200
+            made.file.write_text(good)
+        made.file.write_text("upstreams: {")
         hang_up(made, "configuration refused")
-        assert re.search(said, log_of(made)), log_of(made)
+        made.file.unlink()
+        hang_up(made, "configuration refused")
         assert made.chat(headers).status_code == 200
 
 
 def test_health_and_a_releases_trial_outlive_a_reload(upstreams: Upstreams, tmp_path: Path) -> None:
-    from tests.e2e.running import run
-
     (_, one), (bad, other) = upstreams.start(), upstreams.start()
 
     async def broken(exchange: Exchange) -> None:

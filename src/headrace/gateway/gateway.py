@@ -128,7 +128,9 @@ class Gateway:
         if self._session is not None:
             self._probe()
             if grows:
-                self._beside.add(asyncio.create_task(self._close_when_unused(self._session)))
+                closing = asyncio.create_task(self._close_when_unused(self._session))
+                self._beside.add(closing)
+                closing.add_done_callback(self._beside.discard)
                 self._session = self._new_session()
 
     def _most_connections(self, upstreams: Mapping[str, Upstream]) -> int:

@@ -32,6 +32,16 @@ class Tolerated(Strict):
     score: Share = 0.02
 
 
+class Slo(Strict):
+    """Latencies in seconds that are good enough, at the watched percentile. Of those that are named, being
+    slower than the stable version is no regression as long as they are kept.
+    """
+
+    ttft_s: Positive | None = None
+    tpot_s: Positive | None = None
+    e2e_s: Positive | None = None
+
+
 class Canary(Strict):
     """How a candidate takes over: ``steps`` in percent of the requests, the last one all of them.
 
@@ -46,6 +56,7 @@ class Canary(Strict):
     percentile: Annotated[float, Field(ge=50, lt=100)] = 95.0
     alpha: Annotated[float, Field(gt=0, le=0.5)] = 0.05
     tolerated: Tolerated = Tolerated()
+    slo: Slo = Slo()
     give_up_s: Positive = 86_400.0
 
     @field_validator("steps")
