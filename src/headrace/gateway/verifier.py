@@ -52,7 +52,7 @@ class Reading:
     language: str
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=2048)
 def read(text: str) -> Reading:
     """Read a text; of a very long one, the beginning."""
     text = text[:_LONGEST].replace("’", "'")
