@@ -212,7 +212,7 @@ def test_the_configuration_is_read_again(admin: Admin) -> None:
 
 
 def test_the_cache_is_cleared(admin: Admin) -> None:
-    made, _ = admin
+    made, client = admin
     headers = made.key("acme")
 
     def state() -> str:
@@ -220,7 +220,14 @@ def test_the_cache_is_cleared(admin: Admin) -> None:
 
     state()
     assert state() == "hit"
-    assert "forgot 1 answers" in command(made, "clear-cache")[1]
+    assert "forgot 1 entry" in run("gateway", "cache", "clear", str(made.file)).stdout
+    assert state() == "miss"
+    [held] = client.get("/cache").json()
+    assert (held["kind"], held["tenant"], held["entries"], held["questions"]) == ("answer", "acme", 1, 0)
+    assert client.post("/cache/clear", params={"tenant": "nobody"}).json() == {"answers": 0}
+    assert client.post("/cache/clear", params={"kind": "nonsense"}).status_code == 400
+    assert state() == "hit"
+    assert client.post("/cache/clear", params={"tenant": "acme"}).json() == {"answers": 1}
     assert state() == "miss"
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace.cli import gateway_backup, gateway_live, gateway_releases
+from headrace.cli import gateway_backup, gateway_cache, gateway_live, gateway_releases
 from headrace.cli.gateway_shared import AsJson, Config, date, opened, read, table
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(gateway_releases.app, name="releases")
 app.command()(gateway_live.reload)
 app.command()(gateway_live.upstreams)
-app.command(name="clear-cache")(gateway_live.clear_cache)
+app.add_typer(gateway_cache.app, name="cache")
 app.command()(gateway_backup.backup)
 
 KeyId = Annotated[str, typer.Argument(metavar="KEY", help="The key's id, as keys list shows it.")]

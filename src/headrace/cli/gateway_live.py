@@ -1,4 +1,4 @@
-"""headrace gateway reload, upstreams and clear-cache: what a running gateway does by its admin API."""
+"""headrace gateway reload and upstreams: what a running gateway does by its admin API."""
 
 from __future__ import annotations
 
@@ -53,11 +53,6 @@ def upstreams(
         for upstream in found
     ]
     table(("name", "state", "share", "requests", "tokens", "models"), rows)
-
-
-def clear_cache(config: Config) -> None:
-    """Let the running gateway forget all cached answers."""
-    print(f"forgot {_ask(config, 'POST', '/cache/clear')['answers']} answers")
 
 
 def _state(upstream: dict[str, Any]) -> str:

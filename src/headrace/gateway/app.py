@@ -20,7 +20,7 @@ from headrace.errors import (
 )
 from headrace.gateway import feedback, pipeline
 from headrace.gateway.authenticate import authenticate
-from headrace.gateway.cache import HEADER
+from headrace.gateway.cache import HEADER, SIMILARITY_HEADER
 from headrace.gateway.context import RequestContext, Route
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.parse import may_use
@@ -215,6 +215,8 @@ class GatewayApp:
 
 def _headers(context: RequestContext) -> dict[str, str]:
     out: dict[str, str] = {HEADER: context.cache} if context.admitted else {}
+    if context.similarity is not None:
+        out[SIMILARITY_HEADER] = f"{context.similarity:.4f}"
     if context.target is not None and context.answer is not None:
         out["x-headrace-upstream"] = context.target.upstream.name
     if context.version:

@@ -52,9 +52,11 @@ class Price(Strict):
 class ServedModel(Strict):
     """A model of an upstream's. ``name``: what that calls it. ``context``: tokens of prompt and answer; asked
     of the upstream where it is not given. ``serves``: what it can; by default all that the kind can.
+    ``version``: any text that changes when the model behind the name does: kept answers count no more.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    version: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     context: Count | None = None
     serves: Annotated[frozenset[Capability], Field(min_length=1)] | None = None
     price: Price = Price()
@@ -183,13 +185,36 @@ class Admin(Strict):
     port: Annotated[int, Field(ge=0, le=65535)] = 8081
 
 
+class SemanticSettings(Strict):
+    """Answers of questions that mean the same, at most ``max_false_hit_rate`` of them wrong.
+
+    ``by_default``: for every request that may be cached, not only for those that ask for it. ``explore``: the
+    share of safe ones that are asked anyway, to see how often they are wrong. ``max_entries``: questions.
+    """
+
+    max_false_hit_rate: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    by_default: bool = False
+    explore: Annotated[float, Field(ge=0, le=1)] = 0.05
+    max_entries: Count = 20_000
+
+
 class CacheSettings(Strict):
-    """The exact cache. ``sampled``: keep answers of requests with a temperature above 0 as well."""
+    """Kept answers. ``sampled``: those of requests with a temperature above 0 as well."""
 
     enabled: bool = True
     max_mib: Count = 256
     ttl_s: Positive = 86_400.0
     sampled: bool = False
+    semantic: SemanticSettings | None = None
+
+
+class EmbeddingsSettings(Strict):
+    """Whom the gateway asks for embeddings of its own: a ``model`` of the upstreams', or an alias. A request
+    waits for ``timeout_ms`` and then does without.
+    """
+
+    model: Name
+    timeout_ms: Positive = 50.0
 
 
 class GatewayConfig(Strict):
@@ -214,6 +239,7 @@ class GatewayConfig(Strict):
     retries: Retries = Retries()
     admission: Admission = Admission()
     cache: CacheSettings = CacheSettings()
+    embeddings: EmbeddingsSettings | None = None
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
@@ -229,6 +255,14 @@ class GatewayConfig(Strict):
                 raise FieldError(f"{alias} is the name of a model or release already", "aliases", alias)
             if target not in known:
                 raise FieldError(f"{alias} stands for {target}, which no upstream has", "aliases", alias)
+        if self.embeddings is not None:
+            embedder = self.aliases.get(self.embeddings.model, self.embeddings.model)
+            if embedder not in self.models:
+                raise FieldError(f"{embedder} is no model of an upstream's", "embeddings", "model")
+        elif self.cache.semantic is not None:
+            raise FieldError(
+                "it needs embeddings: name their model as `embeddings: {model: …}`", "cache", "semantic"
+            )
         self._check_model_limits(self.model_limits)
         for name, tenant in self.tenants.items():
             at = "tenants", name

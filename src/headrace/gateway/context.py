@@ -15,7 +15,9 @@ from headrace.gateway.usage import Usage
 if TYPE_CHECKING:
     from headrace.gateway.quotas import Reservation, Scope
     from headrace.gateway.resume import How
+    from headrace.gateway.semantic import Question
     from headrace.gateway.upstream import Target
+    from headrace.gateway.vectors import Batch
 
 Route = Literal["chat/completions", "completions", "embeddings"]
 
@@ -70,6 +72,9 @@ class RequestContext:
 
     # cache
     cache: CacheUse = "off"
+    similarity: float | None = None  # of the question whose answer this gets
+    batch: Batch | None = None  # inputs of embeddings, and what is known of them
+    question: Question | None = None  # to be kept for others that mean the same
     fingerprint: bytes | None = None  # to be stored under
     recorded: bytes | None = None  # the upstream's answer, whole and good, for the cache
 

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.errors import ConfigError
 from headrace.gateway.admit import Admissions
+from headrace.gateway.answers import AnswerCache
 from headrace.gateway.balance import Affinity
-from headrace.gateway.cache import AnswerCache
 from headrace.gateway.config import GatewayConfig
+from headrace.gateway.embedder import Embedder
 from headrace.gateway.health import keep_probing
 from headrace.gateway.keys import Keys
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.quotas import LEASE_S, Quotas
 from headrace.gateway.relay import RetryBudget
 from headrace.gateway.releases.controller import Releases
+from headrace.gateway.semantic import SemanticCache
 from headrace.gateway.store import Store
 from headrace.gateway.upstream import Target, Upstream, targets_of
 from headrace.observe.logs import logger
@@ -65,6 +67,7 @@ class Gateway:
         self.retry_budget = RetryBudget(config.retries.budget)
         self.metrics = Metrics(self._all_upstreams, self.admissions)
         self.releases = Releases(self.store, config.releases, self.metrics, self.log)
+        self.embedder, self.semantic = self._embedding(config)
         self._session: aiohttp.ClientSession | None = None
         self._beside: set[asyncio.Task[None]] = set()
         self._probing: dict[Upstream, asyncio.Task[None]] = {}
@@ -87,6 +90,7 @@ class Gateway:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await _close(self.semantic, self.embedder)
         await self.session.close()
         if self.cache is not None:
             self.cache.close()
@@ -104,6 +108,9 @@ class Gateway:
         if config.cache.enabled != self.config.cache.enabled:
             raise ConfigError("`cache.enabled` cannot change while the gateway runs: restart it for that")
         fresh = {name: Upstream(name, at, config.health) for name, at in config.upstreams.items()}
+        old, new = (self.embedder, self.semantic), (self.embedder, self.semantic)
+        if (config.embeddings, config.cache) != (self.config.embeddings, self.config.cache):
+            new = self._embedding(config)
         self.releases.configure(config.releases)
         # from here on nothing can fail
         before, grows = self.upstreams, self._most_connections(fresh) > self._most_connections(self.upstreams)
@@ -115,6 +122,9 @@ class Gateway:
         self.retry_budget.share = config.retries.budget
         if self.cache is not None:
             self.cache.configure(config.cache)
+        self.embedder, self.semantic = new
+        if old != new:
+            self._beside.add(asyncio.create_task(_close(old[1], old[0])))
         if self._session is not None:
             self._probe()
             if grows:
@@ -161,6 +171,15 @@ class Gateway:
         self._leaving = [upstream for upstream in self._leaving if upstream.in_flight]
         return [*self.upstreams.values(), *self._leaving]
 
+    def _embedding(self, config: GatewayConfig) -> tuple[Embedder | None, SemanticCache | None]:
+        """What works with embeddings of the gateway's own. Raises ConfigError if usearch is missing."""
+        if config.embeddings is None:
+            return None, None
+        embedder = Embedder(self, config.embeddings)
+        if self.cache is None or config.cache.semantic is None:
+            return embedder, None
+        return embedder, SemanticCache(self.cache, embedder, config.cache.semantic, self.metrics, self.log)
+
     def failed(self, target: Target, reason: str, *, passing: bool = False) -> None:
         """An attempt failed. ``passing``: through no defect of the upstream's: its health does not suffer."""
         upstream = target.upstream
@@ -176,6 +195,13 @@ class Gateway:
             await asyncio.sleep(LEASE_S / 3)
             with contextlib.suppress(sqlite3.Error):  # the next time is in time still
                 self.quotas.renew()
+
+
+async def _close(semantic: SemanticCache | None, embedder: Embedder | None) -> None:
+    if semantic is not None:
+        await semantic.aclose()
+    if embedder is not None:
+        await embedder.aclose()
 
 
 def _successor(old: Upstream | None, new: Upstream) -> Upstream:

@@ -13,7 +13,9 @@ from headrace.gateway.resume import How
 from headrace.gateway.store import Store
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
-CacheUse = Literal["hit", "miss", "off"]
+CacheUse = Literal["hit", "semantic-hit", "partial-hit", "miss", "off"]
+FREE: frozenset[CacheUse] = frozenset({"hit", "semantic-hit"})
+"""Answers that cost nothing. Of a partial hit, what was asked costs."""
 By = Literal["tenant", "app", "key", "model", "upstream", "version", "day"]
 
 
@@ -44,6 +46,7 @@ class Entry:
     resumed: How | Literal[""] = ""
 
 
+_FREE = ", ".join(f"'{use}'" for use in sorted(FREE))
 _GROUPS = {
     "app": "CASE app WHEN '' THEN tenant ELSE tenant || '/' || app END",
     "day": "date(ended_at, 'unixepoch')",
@@ -118,8 +121,8 @@ def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None
         values.append(tenant)
     try:
         rows = store.db.execute(
-            f"""SELECT {column}, COUNT(*), SUM(outcome = 'failed'), SUM(cache = 'hit'), SUM(prompt_tokens),
-                SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0
+            f"""SELECT {column}, COUNT(*), SUM(outcome = 'failed'), SUM(cache IN ({_FREE})),
+                SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0
                 FROM ledger WHERE {where} GROUP BY 1 ORDER BY SUM(nano_usd) DESC, 1""",
             values,
         ).fetchall()

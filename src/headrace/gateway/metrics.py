@@ -28,7 +28,16 @@ class Metrics:
         self.requests = counter("requests", "Requests that ended.", "tenant", "model", "outcome")
         self.tokens = counter("tokens", "Tokens that upstreams used.", "tenant", "model", "kind")
         self.cost = counter("cost_usd", "What they cost, in dollars.", "tenant", "model")
-        self.cache = counter("cache", "Requests by what the exact cache did.", "result")
+        self.cache = counter("cache", "Requests by what the caches did.", "result")
+        self.semantic = counter("semantic_lookups", "Questions by what the semantic cache found.", "result")
+        self.semantic_checks = counter(
+            "semantic_checks", "Kept answers compared with fresh ones.", "candidate", "result"
+        )
+        self.semantic_learning = Gauge(
+            "headrace_gateway_semantic_learning",
+            "Fresh answers that are being compared and kept.",
+            registry=self.registry,
+        )
         self.refusals = counter("refusals", "Requests answered with an error.", "status")
         self.failures = counter("upstream_failures", "Attempts that failed.", "upstream", "reason")
         self.retries = counter("retries", "Attempts after the first one.")

@@ -6,7 +6,8 @@ import sqlite3
 import time
 from typing import TYPE_CHECKING
 
-from headrace.gateway.ledger import Entry, append
+from headrace.gateway.cache import keep
+from headrace.gateway.ledger import FREE, Entry, append
 from headrace.gateway.usage import Usage, cost
 
 if TYPE_CHECKING:
@@ -28,14 +29,13 @@ async def settle(gateway: Gateway, context: RequestContext) -> None:
         gateway.releases.note(context)
         if context.admitted:
             gateway.admissions.leave()
-        if gateway.cache is not None and context.fingerprint is not None:
-            gateway.cache.land(context.fingerprint, context.recorded if context.outcome == "ok" else None)
+        keep(gateway, context)
 
 
 def _record(gateway: Gateway, context: RequestContext) -> None:
     assert context.reservation is not None
     usage = context.usage or Usage()
-    charged = usage if context.cache != "hit" else Usage()  # hits cost nothing
+    charged = usage if context.cache not in FREE else Usage()
     if context.target is not None:
         context.nano_usd = cost(context.target.served.price, charged)
     entry = Entry(

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from headrace.errors import ConfigError, NotFoundError
 from headrace.gateway import ledger
 from headrace.gateway.admin import schemas
+from headrace.gateway.answers import AnswerCache, Kind
 from headrace.gateway.authenticate import app_scope
 from headrace.gateway.config import Limits
 from headrace.gateway.gateway import Gateway
@@ -178,12 +179,24 @@ async def reload_configuration(gateway: TheGateway) -> schemas.Reloaded:
     )
 
 
+@router.get("/cache")
+async def cache(gateway: TheGateway) -> list[schemas.CacheHeld]:
+    """What is kept of each tenant's and model's answers."""
+    return [schemas.CacheHeld(**asdict(held)) for held in _cache(gateway).held()]
+
+
 @router.post("/cache/clear")
-async def clear_cache(gateway: TheGateway) -> schemas.Cleared:
-    """Forget all answers."""
+async def clear_cache(
+    gateway: TheGateway, tenant: str | None = None, model: str | None = None, kind: Kind | None = None
+) -> schemas.Cleared:
+    """Forget all answers, or those of a tenant, of a model, of a kind."""
+    return schemas.Cleared(answers=_cache(gateway).clear(tenant=tenant, model=model, kind=kind))
+
+
+def _cache(gateway: Gateway) -> AnswerCache:
     if gateway.cache is None:
         raise ConfigError("this gateway has no cache")
-    return schemas.Cleared(answers=gateway.cache.clear())
+    return gateway.cache
 
 
 def _info(key: Key) -> schemas.KeyInfo:

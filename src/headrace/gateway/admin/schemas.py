@@ -152,6 +152,17 @@ class Reloaded(BaseModel):
     releases: list[str]
 
 
+class CacheHeld(BaseModel):
+    """What is kept of a tenant's and model's. ``questions``: of the entries, those found by meaning."""
+
+    kind: Literal["answer", "embedding"]
+    tenant: str
+    model: str
+    entries: int
+    questions: int
+    size_bytes: int
+
+
 class Cleared(BaseModel):
     """How many answers were forgotten."""
 
