@@ -91,6 +91,14 @@ class ModelNotFoundError(HeadraceError):
     code = "model_not_found"
 
 
+class NotFoundError(HeadraceError):
+    """What was named (a key, a request, a release) is not here."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
 class ModelFormatError(HeadraceError):
     """A model file is corrupt, truncated, lying, or of a kind that is refused (pickle)."""
 

@@ -169,7 +169,8 @@ def _may_keep(context: RequestContext, settings: CacheSettings) -> bool:
 
 def _fingerprint(gateway: Gateway, context: RequestContext) -> bytes:
     """Of all that can make a difference to the answer, and of whose it is."""
-    where = sorted((t.upstream.config.url, t.name) for t in gateway.targets[context.model])
+    where = sorted((t.upstream.config.url, t.name) for t in context.candidates)
     asked = {name: value for name, value in context.body.items() if name != "stream_options"}
-    parts = [context.tenant, context.route, context.model, where, context.stream, asked]
+    names = [context.model, context.release, context.version]
+    parts = [context.tenant, context.route, names, where, context.stream, asked]
     return hashlib.blake2b(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS), digest_size=32).digest()

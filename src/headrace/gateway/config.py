@@ -8,23 +8,17 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headrace.errors import ConfigError
+from headrace.gateway.fields import Count, Name, Positive, Strict, Variable
+from headrace.gateway.releases.settings import Release, Version
 from headrace.yaml_file import read_yaml
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 _OURS = re.compile(r"[\x21-\x7e]+")  # what may stand in a header
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Price(_Strict):
+class Price(Strict):
     """US dollars for a million tokens. ``cached_input``: prompt tokens that the upstream had in its cache."""
 
     input: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -32,7 +26,7 @@ class Price(_Strict):
     cached_input: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
-class ServedModel(_Strict):
+class ServedModel(Strict):
     """A model of an upstream's. ``name``: what that calls it. ``context``: tokens of prompt and answer."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
@@ -40,7 +34,7 @@ class ServedModel(_Strict):
     price: Price = Price()
 
 
-class Timeouts(_Strict):
+class Timeouts(Strict):
     """``first_byte_s`` of a stream, ``answer_s`` of a whole answer, ``idle_s`` between two chunks."""
 
     connect_s: Positive = 3.0
@@ -49,7 +43,7 @@ class Timeouts(_Strict):
     idle_s: Positive = 60.0
 
 
-class UpstreamConfig(_Strict):
+class UpstreamConfig(Strict):
     """One OpenAI-compatible endpoint. ``url`` ends where OpenAI's would: in ``/v1``.
 
     ``credential_env``: the variable with what a server of ours shares with its gateway, so that it knows
@@ -91,7 +85,7 @@ class UpstreamConfig(_Strict):
         return value
 
 
-class Limits(_Strict):
+class Limits(Strict):
     """What a tenant or a key may use. What is not named is not limited."""
 
     requests_per_minute: Count | None = None
@@ -111,14 +105,14 @@ class Limits(_Strict):
         return self.budget_usd is not None or any(limit is not None for limit in counting)
 
 
-class Tenant(_Strict):
+class Tenant(Strict):
     """``limits`` hold for all of its keys together, ``key_limits`` for each of them."""
 
     limits: Limits = Limits()
     key_limits: Limits = Limits()
 
 
-class Health(_Strict):
+class Health(Strict):
     """``eject_after`` failures in a row take an upstream out for ``eject_s``, twice as long every further
     time, up to ``eject_max_s``; then its share of the load grows back over ``recover_s``.
     """
@@ -130,14 +124,14 @@ class Health(_Strict):
     recover_s: Positive = 20.0
 
 
-class Retries(_Strict):
+class Retries(Strict):
     """``attempts``: most upstreams asked for a request. ``budget``: retries, as a share of requests."""
 
     attempts: Count = 3
     budget: Annotated[float, Field(ge=0, le=1)] = 0.2
 
 
-class Admission(_Strict):
+class Admission(Strict):
     """``max_running`` requests at a time; ``max_waiting`` more wait up to ``max_wait_s``."""
 
     max_running: Count = 1000
@@ -145,7 +139,7 @@ class Admission(_Strict):
     max_wait_s: Positive = 10.0
 
 
-class CacheSettings(_Strict):
+class CacheSettings(Strict):
     """The exact cache. ``sampled``: keep answers of requests with a temperature above 0 as well."""
 
     enabled: bool = True
@@ -154,7 +148,7 @@ class CacheSettings(_Strict):
     sampled: bool = False
 
 
-class EmbeddingsSettings(_Strict):
+class EmbeddingsSettings(Strict):
     """Whom the gateway asks for embeddings of its own: a ``model`` of the upstreams', or an alias. A request
     waits for ``timeout_ms`` and then does without.
     """
@@ -163,12 +157,13 @@ class EmbeddingsSettings(_Strict):
     timeout_ms: Positive = 50.0
 
 
-class GatewayConfig(_Strict):
+class GatewayConfig(Strict):
     """The whole file. ``default_output_tokens`` is reserved for requests that name no maximum."""
 
     upstreams: Annotated[dict[Name, UpstreamConfig], Field(min_length=1)]
-    aliases: dict[Name, Name] = {}
-    tenants: dict[Name, Tenant] = {}
+    aliases: dict[Name, Name] = Field(default_factory=dict)
+    releases: dict[Name, Release] = Field(default_factory=dict)
+    tenants: dict[Name, Tenant] = Field(default_factory=dict)
     authentication: Literal["keys", "none"] = "keys"
     state: Path = Path("gateway-state")
     host: str = "127.0.0.1"
@@ -187,18 +182,36 @@ class GatewayConfig(_Strict):
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
         known = self.models
+        for name, release in self.releases.items():
+            if name in known:
+                raise ValueError(f"releases: {name} is the name of a model already")
+            for version, settings in release.versions.items():
+                self._served(f"releases: {name}: {version}", settings)
+        known |= self.releases.keys()
         for alias, target in self.aliases.items():
             if alias in known:
-                raise ValueError(f"aliases: {alias} is the name of a model already")
+                raise ValueError(f"aliases: {alias} is the name of a model or release already")
             if target not in known:
                 raise ValueError(f"aliases: {alias} stands for {target}, which no upstream has")
-        if self.embeddings is not None and self.embeddings.model not in known | self.aliases.keys():
-            raise ValueError(f"embeddings: {self.embeddings.model} is a model that no upstream has")
+        if self.embeddings is not None:
+            embedder = self.embeddings.model
+            if self.aliases.get(embedder, embedder) not in self.models:
+                raise ValueError(f"embeddings: {embedder} is a model that no upstream has")
         for name, tenant in self.tenants.items():
             for limits in (tenant.limits, tenant.key_limits):
                 for model in (limits.models or frozenset()) - known - self.aliases.keys():
                     raise ValueError(f"tenants: {name} may use {model}, which no upstream has")
         return self
+
+    def _served(self, where: str, version: Version) -> None:
+        names = self.upstreams.keys() if version.upstreams is None else version.upstreams
+        for name in sorted(names):
+            if name not in self.upstreams:
+                raise ValueError(f"{where} is to be served by {name}, which is no upstream")
+            if version.upstreams is not None and version.model not in self.upstreams[name].models:
+                raise ValueError(f"{where} is to be served by {name}, which has no {version.model}")
+        if version.model not in self.models:
+            raise ValueError(f"{where} is the model {version.model}, which no upstream has")
 
     @property
     def models(self) -> frozenset[str]:

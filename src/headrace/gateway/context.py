@@ -48,7 +48,12 @@ class RequestContext:
 
     # parse
     body: dict[str, Any] = field(default_factory=dict)
-    model: str = ""  # of an upstream's, aliases resolved
+    model: str = ""  # of an upstream's, aliases and releases resolved
+    candidates: tuple[Target, ...] = ()  # that have the model, and may serve the version
+    release: str = ""  # that was asked for, if it was one
+    version: str = ""  # of it
+    trial: str = ""  # that the request is part of
+    candidate: bool = False  # in it
     stream: bool = False
     wants_usage: bool = False  # the client asked for the usage of its stream
     choices: int = 1  # that are asked for
@@ -70,6 +75,7 @@ class RequestContext:
 
     # relay, or cache on a hit
     target: Target | None = None
+    first_token_at: float | None = None  # of a stream, by time.monotonic
     patience: asyncio.Timeout | None = None  # with the upstream, while it is waited for
     usage: Usage | None = None
     answer: bytes | Stream | None = None

@@ -159,7 +159,7 @@ class Embedder:
         gateway = self._gateway
         context = RequestContext(unique_id("embed"), "embeddings", {}, b"", time.monotonic() + _GIVE_UP_S)
         context.tenant, context.model = OWN_TENANT, self.model
-        context.targets = gateway.targets[self.model]
+        context.candidates = context.targets = gateway.targets[self.model]
         body: dict[str, Any] = {"model": self.model, "input": texts, "encoding_format": "float"}
         if all(target.upstream.config.kind in _TRUNCATING for target in context.targets):
             body["truncate_prompt_tokens"] = -1

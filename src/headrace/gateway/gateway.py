@@ -17,6 +17,7 @@ from headrace.gateway.keys import Keys
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.quotas import LEASE_S, Quotas
 from headrace.gateway.relay import RetryBudget
+from headrace.gateway.releases.controller import Releases
 from headrace.gateway.store import Store
 from headrace.gateway.upstream import Target, Upstream, targets_of
 from headrace.observe.logs import logger
@@ -54,6 +55,7 @@ class Gateway:
         self.affinity = Affinity()
         self.retry_budget = RetryBudget(config.retries.budget)
         self.metrics = Metrics(self.upstreams.values(), self.admissions)
+        self.releases = Releases(self.store, config.releases, self.metrics, self.log)
         self._session: aiohttp.ClientSession | None = None
         self._beside: list[asyncio.Task[None]] = []
 
@@ -74,7 +76,9 @@ class Gateway:
             trust_env=False,
             read_bufsize=2**18,
         )
-        self._beside = [asyncio.create_task(self._renew_leases())]
+        self._beside = [
+            asyncio.create_task(work) for work in (self._renew_leases(), self.releases.keep_deciding())
+        ]
         self._beside += [asyncio.create_task(keep_probing(self, up)) for up in self.upstreams.values()]
         return self
 

@@ -12,7 +12,7 @@ from headrace.gateway.store import Store
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
 CacheUse = Literal["hit", "miss", "off"]
-By = Literal["tenant", "key", "model", "upstream", "day"]
+By = Literal["tenant", "key", "model", "upstream", "version", "day"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,14 @@ class Entry:
     estimated: bool
     nano_usd: int
     duration_ms: int
+    release: str = ""
+    version: str = ""
 
 
+_GROUPS = {
+    "day": "date(ended_at, 'unixepoch')",
+    "version": "CASE release WHEN '' THEN '' ELSE release || '/' || version END",
+}
 _INSERT = (
     f"INSERT INTO ledger ({', '.join(field.name for field in fields(Entry))}) "
     f"VALUES ({', '.join('?' * len(fields(Entry)))})"
@@ -63,7 +69,7 @@ class Sum:
 
 def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None) -> list[Sum]:
     """Sums over the ledger from ``since`` (seconds since 1970) on, the dearest group first."""
-    column = "date(ended_at, 'unixepoch')" if by == "day" else by
+    column = _GROUPS.get(by, by)
     where = "ended_at >= ?"
     values: list[float | str] = [since]
     if tenant is not None:

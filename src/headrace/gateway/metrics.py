@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -32,6 +32,15 @@ class Metrics:
         self.refusals = counter("refusals", "Requests answered with an error.", "status")
         self.failures = counter("upstream_failures", "Attempts that failed.", "upstream", "reason")
         self.retries = counter("retries", "Attempts after the first one.")
+        self.release_requests = counter(
+            "release_requests", "Requests of a release that ended.", "release", "version", "outcome"
+        )
+        self.release_weight = Gauge(
+            "headrace_gateway_release_weight",
+            "Percent of a release's requests that a version gets.",
+            ("release", "version"),
+            registry=self.registry,
+        )
         self.seconds = Histogram(
             "headrace_gateway_request_seconds",
             "Arrival to the end of a request.",

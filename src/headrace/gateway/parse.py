@@ -33,7 +33,7 @@ async def parse(gateway: Gateway, context: RequestContext) -> None:
     asked = body.get("model")
     if not isinstance(asked, str) or not asked:
         raise InvalidRequestError("`model`: name the model, as a string", param="model")
-    context.model = _model(gateway, context, asked)
+    _model(gateway, context, asked)
     name = _INPUTS[context.route]
     if not isinstance(body.get(name), list if name == "messages" else (str, list)) or not body[name]:
         kinds = "a list of messages" if name == "messages" else "a string or a list"
@@ -54,20 +54,32 @@ async def parse(gateway: Gateway, context: RequestContext) -> None:
     _read_output(gateway, context)
 
 
-def _model(gateway: Gateway, context: RequestContext, asked: str) -> str:
-    model = gateway.config.aliases.get(asked, asked)
-    if model not in gateway.targets:
+def _model(gateway: Gateway, context: RequestContext, asked: str) -> None:
+    name = gateway.config.aliases.get(asked, asked)
+    if name not in gateway.targets and name not in gateway.releases:
         raise ModelNotFoundError(
             f"the model `{asked[:200]}` does not exist here; `GET /v1/models` lists those that do",
             param="model",
         )
-    if not may_use(context, asked, model):
+    if not may_use(context, asked, name):
         raise NotAllowedError(f"this key may not use the model `{asked}`", param="model")
-    return model
+    serve_as(gateway, context, name)
+
+
+def serve_as(gateway: Gateway, context: RequestContext, name: str) -> None:
+    """Fill in the model that ``name`` stands for, a model of an upstream's or a release, and who has it."""
+    model, upstreams = name, None
+    if name in gateway.releases:
+        version = gateway.releases.choose(context, name)
+        model, upstreams = version.model, version.upstreams
+    context.model = model
+    context.candidates = tuple(
+        target for target in gateway.targets[model] if upstreams is None or target.upstream.name in upstreams
+    )
 
 
 def may_use(context: RequestContext, asked: str, model: str) -> bool:
-    """Whether tenant and key may use a model, under the name ``asked`` or its own."""
+    """Whether tenant and key may use a model or release, under the name ``asked`` or its own."""
     for limits in (context.limits, context.key_limits):
         if limits.models is not None and asked not in limits.models and model not in limits.models:
             return False

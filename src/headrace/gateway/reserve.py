@@ -19,5 +19,5 @@ async def reserve(gateway: Gateway, context: RequestContext) -> None:
     if context.key:
         scopes.append(Scope(f"key:{context.key}", context.key_limits))
     most = Usage(context.prompt_tokens, context.output_tokens)
-    dearest = max(cost(target.served.price, most) for target in gateway.targets[context.model])
+    dearest = max(cost(target.served.price, most) for target in context.candidates)
     context.reservation = gateway.quotas.reserve(unique_id("hold"), scopes, most.total, dearest)

@@ -53,6 +53,21 @@ _MIGRATIONS = (
         """CREATE TRIGGER ledger_is_kept BEFORE DELETE ON ledger
             BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END""",
     ),
+    (
+        "ALTER TABLE ledger ADD COLUMN release TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE ledger ADD COLUMN version TEXT NOT NULL DEFAULT ''",
+        "CREATE INDEX ledger_request ON ledger (request)",
+        "CREATE TABLE releases (name TEXT PRIMARY KEY, state BLOB NOT NULL) WITHOUT ROWID",
+        """CREATE TABLE release_events (
+            id INTEGER PRIMARY KEY, at REAL NOT NULL, release TEXT NOT NULL, what TEXT NOT NULL,
+            version TEXT NOT NULL, detail TEXT NOT NULL
+        )""",
+        "CREATE INDEX release_events_release ON release_events (release, id)",
+        # What clients thought of answers: one score for a row of the ledger.
+        """CREATE TABLE feedback (
+            entry INTEGER PRIMARY KEY REFERENCES ledger (id), at REAL NOT NULL, score REAL NOT NULL
+        )""",
+    ),
 )
 """The statements that lead from each version of the file to the next; its version is how many were done."""
 
