@@ -17,7 +17,7 @@ import yaml
 
 HERE = Path(__file__).parent
 PACKAGED = HERE.parent.parent / "src" / "headrace" / "gateway" / "intents"
-FOR_EACH_INTENT = 112  # of templates; single examples come on top
+FOR_EACH_INTENT = 140  # of templates; single examples come on top
 _SLOT = re.compile(r"\{(\w+)\}")
 _NUMBERS = {"n": (20, 400), "m": (3, 90)}
 _SYSTEM = ("You are a helpful assistant.", "You are a concise assistant. Today is 4 May.")
@@ -35,7 +35,7 @@ class Filler:
         content = read("templates.yaml")
         self._random = random.Random(seed)
         self._values: dict[str, list[Any]] = dict(content["slots"])
-        for many in ("passages", "reviews", "messages"):
+        for many in ("passages", "reviews", "messages", "snippets"):
             self._values[many.removesuffix("s")] = [" ".join(text.split()) for text in content[many]]
         self._left: dict[str, list[Any]] = {}
 
@@ -80,7 +80,12 @@ def training(seed: int) -> list[dict[str, Any]]:
     """All examples to train on."""
     filler = Filler(seed)
     out: list[dict[str, Any]] = []
+    more = read("more_templates.yaml")
     for intent, templates in read("templates_by_intent.yaml").items():
+        templates += [
+            {"text": text} if difficulty is None else {"text": text, "difficulty": difficulty}
+            for difficulty, text in more[intent]
+        ]
         seen: set[str] = set()
         for turn in range(10 * FOR_EACH_INTENT):
             number = turn % len(templates)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.tables import print_table
+from headrace.cli.gateway_shared import AsJson, table
 from headrace.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.gateway.config import GatewayConfig
     from headrace.gateway.intents.classifier import Classifier, Judgement
     from headrace.gateway.intents.evaluation import Report
     from headrace.gateway.intents.examples import Example
@@ -34,13 +35,12 @@ Embedder = Annotated[
 ClassifierFile = Annotated[
     Path | None, typer.Option("--classifier", metavar="FILE", help="Default: the shipped one.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()
 def train(
     labelled: Annotated[
-        Path, typer.Argument(metavar="LABELLED", help="JSON Lines: text, intent, and difficulty and group.")
+        Path, typer.Argument(metavar="LABELLED", help="JSON Lines: text, intent, difficulty, group.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where it is written.")],
     held_out: Annotated[
@@ -66,7 +66,7 @@ def train(
     kept, out = split(examples, held_out, seed)
     if not out or {example.intent for example in kept} != {example.intent for example in examples}:
         raise ConfigError(
-            f"{labelled}: every intent needs examples of several groups, some to train on and some to hold out"
+            f"{labelled}: every intent needs several groups of examples, to train on some and hold out others"
         )
     name = embedder or _DEFAULT_EMBEDDER
     vectors = dict(zip(examples, _embeddings(examples, name), strict=True))
@@ -126,7 +126,7 @@ def explain(
 
     settings = None
     if config is not None:
-        from headrace.cli.gateway import read_settings
+        from headrace.cli.gateway_shared import read as read_settings
 
         settings = read_settings(config)
         classifier = classifier or settings.classifier
@@ -140,7 +140,7 @@ def explain(
         [vector] = vectors
     judgement = read.judge(text, vector)
     shares = read.shares(text, vector, judgement.intent)
-    choices = {} if settings is None else _choices(settings, text, judgement)
+    choices = {} if settings is None else _choices(settings, read, text, judgement)
     if as_json:
         json.dump({**asdict(judgement), "shares": shares, "routes": choices}, sys.stdout, indent=2)
         print()
@@ -167,18 +167,37 @@ def examples(
     print(f"wrote {output}")
 
 
+def _choices(
+    settings: GatewayConfig, classifier: Classifier, text: str, judgement: Judgement
+) -> dict[str, dict[str, str]]:
+    """What each route of a gateway would choose for a request of this text that names no maximum."""
+    from headrace.gateway.intents.policy import Policy
+    from headrace.gateway.usage import Usage, cost, prompt_estimate
+
+    out = {}
+    tokens = prompt_estimate({"messages": [{"role": "user", "content": text}]})
+    most = Usage(tokens, settings.default_output_tokens)
+    for name, route in settings.routes.items():
+        costs = {
+            model: max(cost(price, most) for price in settings.prices(model)) for model in route.candidates
+        }
+        model, reason = Policy(name, route, classifier).choose([*costs], judgement, costs)
+        out[name] = {"model": model, "reason": reason}
+    return out
+
+
 def _embeddings(examples: Sequence[Example], model: str) -> Floats:
     """float32 [n, dimensions], of what the gateway would have embedded."""
     import numpy as np
 
     from headrace.cli.progress import download_progress
     from headrace.frontend.llm import LLM
-    from headrace.gateway.intents.features import shown
+    from headrace.gateway.intents.features import embedded
 
     with download_progress() as progress, LLM(model, progress=progress) as llm:
         try:
             found = llm.embed(
-                [shown(example.text) for example in examples],
+                [embedded(example.text) for example in examples],
                 use_tqdm=sys.stderr.isatty() and len(examples) > 1,
                 truncate_prompt_tokens=-1,
             )
@@ -224,7 +243,7 @@ def _print_reports(reports: Sequence[Report]) -> None:
     if first.difficulty_baseline is not None:
         rows.append(("difficulty MAE", *(f"{one.difficulty_mae:.3f}" for one in reports)))
         rows.append(("MAE of the mean", *[f"{first.difficulty_baseline:.3f}"] * len(reports)))
-    print_table((f"{first.examples} examples", *_HEADS), rows)
+    table((f"{first.examples} examples", *_HEADS), rows)
     print()
     scores = [
         (
@@ -237,7 +256,7 @@ def _print_reports(reports: Sequence[Report]) -> None:
         )
         for at, score in enumerate(first.intents)
     ]
-    print_table(("precision, recall, F1", "examples", *_HEADS), scores)
+    table(("precision, recall, F1", "examples", *_HEADS), scores)
     if first.confused:
         told = [f"{intent} as {taken} {count}" for intent, taken, count in first.confused[:6]]
         print(f"\nwith embeddings, most often confused: {', '.join(told)}")

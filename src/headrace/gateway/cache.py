@@ -158,6 +158,8 @@ class ReplayedStream:
 
 
 def _may_keep(context: RequestContext, settings: CacheSettings) -> bool:
+    if context.choice is not None and not context.choice.model and context.choice.cache_key is None:
+        return False
     wish = context.headers.get(HEADER, "").strip().lower()
     if wish in ("on", "off"):
         return wish == "on"
@@ -172,5 +174,7 @@ def _fingerprint(gateway: Gateway, context: RequestContext) -> bytes:
     where = sorted((t.upstream.config.url, t.name) for t in context.candidates)
     asked = {name: value for name, value in context.body.items() if name != "stream_options"}
     names = [context.model, context.release, context.version]
+    if context.choice is not None and context.choice.cache_key is not None:
+        names.append(context.choice.cache_key)
     parts = [context.tenant, context.route, names, where, context.stream, asked]
     return hashlib.blake2b(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS), digest_size=32).digest()

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from headrace.errors import ConfigError
 from headrace.gateway.fields import Count, Name, Positive, Strict, Variable
+from headrace.gateway.intents.settings import Route
 from headrace.gateway.releases.settings import Release, Version
 from headrace.yaml_file import read_yaml
 
@@ -158,11 +159,16 @@ class EmbeddingsSettings(Strict):
 
 
 class GatewayConfig(Strict):
-    """The whole file. ``default_output_tokens`` is reserved for requests that name no maximum."""
+    """The whole file. ``default_output_tokens`` is reserved for requests that name no maximum.
+
+    ``classifier``: a file of `headrace gateway route train`, which tells intents in place of the shipped one.
+    """
 
     upstreams: Annotated[dict[Name, UpstreamConfig], Field(min_length=1)]
     aliases: dict[Name, Name] = Field(default_factory=dict)
     releases: dict[Name, Release] = Field(default_factory=dict)
+    routes: dict[Name, Route] = Field(default_factory=dict)
+    classifier: Path | None = None
     tenants: dict[Name, Tenant] = Field(default_factory=dict)
     authentication: Literal["keys", "none"] = "keys"
     state: Path = Path("gateway-state")
@@ -188,9 +194,15 @@ class GatewayConfig(Strict):
             for version, settings in release.versions.items():
                 self._served(f"releases: {name}: {version}", settings)
         known |= self.releases.keys()
+        for name, route in self.routes.items():
+            if name in known:
+                raise ValueError(f"routes: {name} is the name of a model or release already")
+            for candidate in route.candidates.keys() - known:
+                raise ValueError(f"routes: {name} has the candidate {candidate}, which no upstream has")
+        known |= self.routes.keys()
         for alias, target in self.aliases.items():
             if alias in known:
-                raise ValueError(f"aliases: {alias} is the name of a model or release already")
+                raise ValueError(f"aliases: {alias} is the name of a model, release or route already")
             if target not in known:
                 raise ValueError(f"aliases: {alias} stands for {target}, which no upstream has")
         if self.embeddings is not None:
@@ -218,11 +230,24 @@ class GatewayConfig(Strict):
         """Names of all models, aliases left out."""
         return frozenset(name for upstream in self.upstreams.values() for name in upstream.models)
 
+    def prices(self, name: str) -> list[Price]:
+        """Of a model, or of all versions of a release, wherever it is served."""
+        release = self.releases.get(name)
+        versions = [Version(model=name)] if release is None else release.versions.values()
+        return [
+            upstream.models[version.model].price
+            for version in versions
+            for where, upstream in self.upstreams.items()
+            if version.model in upstream.models and (version.upstreams is None or where in version.upstreams)
+        ]
+
 
 def read_config(path: Path) -> GatewayConfig:
-    """The file, its relative ``state`` folder taken from where the file lies.
+    """The file, its relative ``state`` and ``classifier`` taken from where the file lies.
 
     Raises ConfigError that names the line of a mistake.
     """
     config = read_yaml(path, GatewayConfig)
-    return config.model_copy(update={"state": path.absolute().parent / config.state})
+    folder = path.absolute().parent
+    classifier = None if config.classifier is None else folder / config.classifier
+    return config.model_copy(update={"state": folder / config.state, "classifier": classifier})

@@ -14,6 +14,7 @@ from headrace.gateway.ledger import CacheUse, Outcome
 from headrace.gateway.usage import Usage
 
 if TYPE_CHECKING:
+    from headrace.gateway.intents.policy import Choice
     from headrace.gateway.quotas import Reservation
     from headrace.gateway.upstream import Target
 
@@ -48,7 +49,8 @@ class RequestContext:
 
     # parse
     body: dict[str, Any] = field(default_factory=dict)
-    model: str = ""  # of an upstream's, aliases and releases resolved
+    model: str = ""  # of an upstream's, aliases and releases resolved; a route's name until that is decided
+    choice: Choice | None = None  # where a route was asked for; decide makes it
     candidates: tuple[Target, ...] = ()  # that have the model, and may serve the version
     release: str = ""  # that was asked for, if it was one
     version: str = ""  # of it

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import orjson
 
 from headrace.errors import HeadraceError
+from headrace.gateway.authenticate import OWN_TENANT
 from headrace.gateway.config import EmbeddingsSettings
 from headrace.gateway.context import RequestContext
 from headrace.gateway.relay import relay
@@ -31,7 +32,6 @@ from headrace.web.ids import unique_id
 if TYPE_CHECKING:
     from headrace.gateway.gateway import Gateway
 
-OWN_TENANT = "(gateway)"
 Vectors = npt.NDArray[np.float32]
 
 _GATHER_S = 0.001  # texts that arrive within it share a request
@@ -194,7 +194,8 @@ def vectors_of(answer: bytes, count: int) -> Vectors:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     if not np.isfinite(lengths).all() or not (lengths > 0).all():
         raise ValueError("embeddings must be finite, and none may be zero")
-    return vectors / lengths
+    unit: Vectors = vectors / lengths
+    return unit
 
 
 def _key(text: str) -> bytes:

@@ -13,6 +13,7 @@ from headrace.gateway.cache import AnswerCache
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.embedder import Embedder
 from headrace.gateway.health import keep_probing
+from headrace.gateway.intents.policy import policies
 from headrace.gateway.keys import Keys
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.quotas import LEASE_S, Quotas
@@ -50,6 +51,7 @@ class Gateway:
         self.quotas = Quotas(self.store)
         self.cache = AnswerCache(config.state, config.cache) if config.cache.enabled else None
         self.embedder = Embedder(self, config.embeddings) if config.embeddings is not None else None
+        self.routes = policies(config)
         self.live: set[RequestContext] = set()
         self.admissions = Admissions(config.admission)
         self.affinity = Affinity()
@@ -92,6 +94,19 @@ class Gateway:
         if self.cache is not None:
             self.cache.close()
         self.store.close()
+
+    def targets_behind(self, name: str) -> tuple[Target, ...]:
+        """Where a model is served, or any version of a release."""
+        if name not in self.config.releases:
+            return self.targets[name]
+        versions = self.config.releases[name].versions.values()
+        found = [
+            target
+            for version in versions
+            for target in self.targets[version.model]
+            if version.upstreams is None or target.upstream.name in version.upstreams
+        ]
+        return tuple(dict.fromkeys(found))
 
     def failed(self, target: Target, reason: str, *, passing: bool = False) -> None:
         """An attempt failed. ``passing``: through no defect of the upstream's: its health does not suffer."""

@@ -12,12 +12,17 @@ from headrace.gateway.store import Store
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
 CacheUse = Literal["hit", "miss", "off"]
-By = Literal["tenant", "key", "model", "upstream", "version", "day"]
+By = Literal["tenant", "key", "model", "upstream", "version", "route", "intent", "day"]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One request. ``estimated``: no upstream told the usage, so it is the gateway's guess."""
+    """One request. ``estimated``: no upstream told the usage, so it is the gateway's guess.
+
+    ``routed``: the route that was asked for, if it was one; ``reason``: why the model was chosen; ``intent``:
+    what the request was taken for. ``baseline_nano_usd``: what the same tokens would have cost without the
+    cache and at the route's large model.
+    """
 
     ended_at: float
     request: str
@@ -36,9 +41,15 @@ class Entry:
     duration_ms: int
     release: str = ""
     version: str = ""
+    routed: str = ""
+    intent: str = ""
+    confidence: float | None = None
+    reason: str = ""
+    baseline_nano_usd: int = 0
 
 
 _GROUPS = {
+    "route": "routed",
     "day": "date(ended_at, 'unixepoch')",
     "version": "CASE release WHEN '' THEN '' ELSE release || '/' || version END",
 }
@@ -55,7 +66,13 @@ def append(db: sqlite3.Connection, entry: Entry) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """What a group of requests used. ``cost_usd`` in dollars."""
+    """What a group of requests used. Money in dollars.
+
+    ``baseline_usd``: had every route sent everything to its large model, and nothing come out of the cache,
+    for the same tokens. It is ``cost_usd`` and what was saved: ``saved_by_cache_usd``, all that hits would
+    have cost, and ``saved_by_routing_usd``, less than 0 where something dearer answered. The gateway's own
+    embeddings are a cost without a baseline.
+    """
 
     group: str
     requests: int
@@ -65,10 +82,15 @@ class Sum:
     cached_tokens: int
     completion_tokens: int
     cost_usd: float
+    baseline_usd: float
+    saved_by_cache_usd: float
+    saved_by_routing_usd: float
 
 
 def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None) -> list[Sum]:
     """Sums over the ledger from ``since`` (seconds since 1970) on, the dearest group first."""
+    baseline = "COALESCE(baseline_nano_usd, nano_usd)"  # rows from before it was kept are their own
+    answered = "cache NOT IN ('miss', 'off')"  # by the cache
     column = _GROUPS.get(by, by)
     where = "ended_at >= ?"
     values: list[float | str] = [since]
@@ -78,7 +100,9 @@ def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None
     try:
         rows = store.db.execute(
             f"""SELECT {column}, COUNT(*), SUM(outcome = 'failed'), SUM(cache = 'hit'), SUM(prompt_tokens),
-                SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0
+                SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0,
+                SUM({baseline}) / {NANO}.0, SUM(({baseline} - nano_usd) * ({answered})) / {NANO}.0,
+                SUM(({baseline} - nano_usd) * NOT ({answered})) / {NANO}.0
                 FROM ledger WHERE {where} GROUP BY 1 ORDER BY SUM(nano_usd) DESC, 1""",
             values,
         ).fetchall()

@@ -1,4 +1,4 @@
-"""Stage 8: ask upstreams until one answers. Nothing is asked again once a client has seen a byte."""
+"""Stage 9: ask upstreams until one answers. Nothing is asked again once a client has seen a byte."""
 
 from __future__ import annotations
 

@@ -30,10 +30,11 @@ class IntentScore:
 class Report:
     """Of a classifier on labelled examples.
 
-    ``accuracy_se``: its standard error. ``ece``: expected calibration error, in 10 bins of equal width (Guo et
-    al., 2017). ``confidence``: the mean; it equals the accuracy of a calibrated classifier. ``difficulty_mae``:
-    mean absolute error, and ``difficulty_baseline`` that of always saying the examples' mean; None if no
-    example has a difficulty. ``confused``: intent, what it was taken for, how often; the most frequent first.
+    ``accuracy_se``: its standard error. ``ece``: expected calibration error, in 10 bins of equal width (Guo
+    et al., 2017). ``confidence``: the mean, which equals the accuracy of a calibrated classifier.
+    ``difficulty_mae``: mean absolute error, and ``difficulty_baseline`` that of always saying the examples'
+    mean; None if no example has a difficulty. ``confused``: intent, what it was taken for, and how often, the
+    most frequent first.
     """
 
     examples: int
@@ -91,7 +92,9 @@ def report(examples: Sequence[Example], judgements: Sequence[Judgement]) -> Repo
         difficulty_mae=mae,
         difficulty_baseline=baseline,
         intents=scores,
-        confused=[(*pair, count) for pair, count in sorted(confused.items(), key=lambda one: (-one[1], one[0]))],
+        confused=[
+            (*pair, count) for pair, count in sorted(confused.items(), key=lambda one: (-one[1], one[0]))
+        ],
     )
 
 

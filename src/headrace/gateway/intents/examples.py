@@ -49,7 +49,7 @@ def read_examples(path: Path) -> list[Example]:
     lines = enumerate(data.split(b"\n"), 1)
     found = [_example(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not found:
-        raise ConfigError(f"{path} has no examples; a line is like " '{"text": "Hello!", "intent": "chat"}')
+        raise ConfigError(f'{path} has no examples; a line is like {{"text": "Hello!", "intent": "chat"}}')
     return found
 
 

@@ -1,4 +1,4 @@
-"""Cheap features of a request's text: what can be counted in tens of microseconds, without any model.
+"""Cheap features of a request's text: what can be counted in about a hundred microseconds, without any model.
 
 They say what an embedding of the whole tells badly: that a text has code or numbers in it, is long, or holds
 the word that asks for a summary between paragraphs about something else.
@@ -12,73 +12,45 @@ import re
 import numpy as np
 import numpy.typing as npt
 
+from headrace.gateway.intents.lexicon import EASY, HARD, QUESTION, WORDS
+
 Floats = npt.NDArray[np.float32]
 
-_HEAD, _TAIL = 560, 240  # characters; MiniLM reads 256 tokens, and what is wanted stands at an end
+_HEAD, _TAIL = 560, 240  # characters that are counted in
+_LINE, _QUOTE = 100, 24  # characters of a line, and of a quotation, that are embedded
+_LINES = 4  # at either end
+_SHORT = 260  # whole, quotations aside
 
-_WORDS: dict[str, str] = {
-    "chat": (
-        "hello hi hey thanks thank good morning evening how're feel feeling recommend suggest advice tips "
-        "favourite favorite weekend dinner lunch capital weather hobby translate translation opinion friend "
-        "hallo bonjour hola danke merci gracias"
-    ),
-    "summarise": (
-        "summarise summarize summary summarised summarized tldr tl dr condense condensed shorten recap gist "
-        "digest abstract overview boil bullet bullets headline takeaways takeaway minutes abridge sum nutshell "
-        "zusammenfassung résumé resumen"
-    ),
-    "classify": (
-        "classify classification categorise categorize category categories label labels sentiment positive "
-        "negative neutral spam ham toxic urgent priority topic tag tags bucket assign which whether genre "
-        "intent rate rating stars yes no true false kategorie"
-    ),
-    "extract": (
-        "extract extraction extracted pull parse json csv fields field entities names dates emails email phone "
-        "address addresses amounts amount find list mentioned mentions identify key value values table column "
-        "columns invoice capture collect return"
-    ),
-    "code": (
-        "code function class method python javascript typescript java rust golang bash shell sql query regex "
-        "bug debug error exception traceback compile api endpoint script program implement refactor unit test "
-        "tests algorithm array string loop html css react docker kubernetes git commit pandas dataframe "
-        "decorator thread mutex pointer struct"
-    ),
-    "maths": (
-        "calculate compute solve equation integral derivative integrate differentiate probability percent "
-        "percentage area volume perimeter triangle circle sum product matrix eigenvalue eigenvalues determinant "
-        "prove theorem prime modulo remainder average mean median variance simplify factor roots polynomial "
-        "limit converge series fraction ratio interest speed"
-    ),
-    "reasoning": (
-        "why reason reasoning explain deduce conclude conclusion therefore argue argument trade-offs tradeoffs "
-        "tradeoff pros cons compare plan strategy decide decision logic puzzle riddle evaluate assess analyse "
-        "analyze analysis implications consequences assumption assumptions fallacy hypothesis cause causes "
-        "consistent contradiction liar knight knave scenario weigh justify"
-    ),
-    "creative": (
-        "poem story haiku limerick lyrics song sonnet tale fiction character dialogue scene slogan tagline "
-        "brainstorm imagine invent creative write compose fable monologue screenplay novel chapter rhyme "
-        "villain hero blurb ode gedicht poème poema"
-    ),
-}
 _LEXICON: dict[str, list[int]] = {}
-for _number, _group in enumerate(_WORDS.values()):
+for _number, _group in enumerate(WORDS.values()):
     for _word in _group.split():
         _LEXICON.setdefault(_word, []).append(_number)
+_HARD, _EASY, _QUESTION = frozenset(HARD.split()), frozenset(EASY.split()), frozenset(QUESTION.split())
+_FIRST_PERSON = frozenset(("i", "me", "my", "i'm", "i've", "we", "our"))
 
-_HARD = frozenset(
-    "prove proof optimise optimize optimal concurrent distributed rigorous derive trade-offs tradeoffs detailed "
-    "thorough comprehensive scalable thread-safe lock-free asymptotic complexity edge counterexample "
-    "assumptions critique multi-step constraints nuanced efficient production robust migrate architecture "
-    "necessary sufficient incentives second-order".split()
-)
-_EASY = frozenset("simple quick quickly short brief briefly basic easy just one-line one-liner".split())
-_QUESTION = frozenset("what who when where which whose how is are do does can could should would did was".split())
 _WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _CODE = re.compile(r"[{};]|=>|->|==|!=|\(\)|\w\(|</|::|\bdef \b|\bSELECT\b|\breturn\b|\bimport\b")
 _EQUATION = re.compile(r"[0-9a-z)]\s*[-+*/^=×÷]\s*[0-9a-z(]|[√∫∑π≤≥²³]|\\frac")
+_QUOTED = re.compile(r"([\"“„«][^\"“”„«»\n]{32,})[\"”“»]")
 _NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]+")
+_OPTIONS = re.compile(  # to choose from: "a, b or c", "yes/no", "{low, high}"
+    r"\b\w+(?: ?, ?[\w -]{1,20}){0,8},? (?:or|oder|ou) \w+"
+    r"|\b\w{1,14} ?[/|] ?\w{1,14}\b"
+    r"|[{\[(]\w[\w ]{0,30}(?:, ?\w[\w ]{0,30}){1,12}[}\])]"
+)
+_FORMAT = re.compile(  # of the answer: "only the dates", "as JSON", "reply with one word"
+    r"\b(?:only|just|nothing but|exactly|one word|single \w+|one per line|schema|format"
+    r"|(?:answer|reply|respond|output|print|return|give|say|tell)(?: me)? (?:with|as|in|only|just|for|yes)"
+    r"|as (?:a )?(?:json|csv|list|table|rows?))\b",
+    re.IGNORECASE,
+)
+_BOUNDED = re.compile(  # in length: "two sentences", "at most 30 words", "shorter"
+    r"\b(?:\d+|one|two|three|four|five|six|thirty|forty|fifty|few(?:er)?|short(?:er)?|half)[\s-]"
+    r"(?:main |key |important )?(?:words?|sentences?|lines?|bullets?|points?|paragraphs?|version)\b"
+    r"|\b(?:short(?:er|en)?|brief(?:ly)?|concise)\b",
+    re.IGNORECASE,
+)
 
 NAMES: tuple[str, ...] = (
     "log_characters",
@@ -99,25 +71,24 @@ NAMES: tuple[str, ...] = (
     "names",
     "colons",
     "quotes",
+    "quoted_share",
+    "handed_over_share",
+    "options",
+    "answer_format",
+    "bounded_length",
     "first_person",
     "hard_words",
     "easy_words",
-    *(f"{group}_words" for group in _WORDS),
-    *(f"{group}_at_the_ends" for group in _WORDS),
-    *(f"{group}_first" for group in _WORDS),
+    *(f"{group}_words" for group in WORDS),
+    *(f"{group}_at_the_ends" for group in WORDS),
+    *(f"{group}_first" for group in WORDS),
 )
 """The features, in their order; a classifier file names those that it was made for."""
 
 
-def shown(text: str) -> str:
-    """What of a text is read: its beginning and its end, where people say what they want."""
-    text = text.strip()
-    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}\n{text[-_TAIL:]}"
-
-
 def features(text: str) -> Floats:
     """float32 [len(NAMES)]. Of a long text the length counts, and else its beginning and end."""
-    whole, text = len(text), shown(text)
+    whole, text = len(text), _ends(text)
     length = max(len(text), 1)
     words = [word.lower() for word in _WORD.findall(text)]
     count = max(len(words), 1)
@@ -127,7 +98,7 @@ def features(text: str) -> Floats:
     out = [
         math.log1p(whole),
         math.log1p(len(words)),
-        math.log1p(text.count("\n")),
+        math.log1p(len(lines) - 1),
         sum(map(len, words)) / count,
         sum(map(len, numbers)) / length,
         math.log1p(len(numbers)),
@@ -143,15 +114,44 @@ def features(text: str) -> Floats:
         len(_NAME.findall(text)) / count,
         math.log1p(text.count(":")),
         math.log1p(text.count('"') + text.count("“")),
-        sum(word in ("i", "me", "my", "i'm", "i've", "we", "our") for word in words) / count,
+        sum(len(match[0]) for match in _QUOTED.finditer(text)) / length,
+        max(len(text) - 1 - text.find(":"), 0) / length if ":" in text else 0.0,
+        math.log1p(len(_OPTIONS.findall(text))),
+        math.log1p(len(_FORMAT.findall(text))),
+        math.log1p(len(_BOUNDED.findall(text))),
+        sum(word in _FIRST_PERSON for word in words) / count,
         math.log1p(sum(word in _HARD for word in words)),
         math.log1p(sum(word in _EASY for word in words)),
     ]
     ends = words[:12] + words[max(len(words) - 12, 12) :]
     for part in (words, ends, words[:3]):
-        hits = [0] * len(_WORDS)
+        hits = [0] * len(WORDS)
         for word in part:
             for group in _LEXICON.get(word, ()):
                 hits[group] += 1
         out += [math.log1p(hit) for hit in hits]
     return np.array(out, dtype=np.float32)
+
+
+def embedded(text: str) -> str:
+    """What of a text goes to the embedder: rather what is wanted than what it is wanted with.
+
+    People say what they want at the beginning or at the end, and in lines of their own where they hand over a
+    document. So of quotations and long lines only the beginning stays (of the last line, the end as well),
+    and of many lines the first and the last.
+    """
+    text = _QUOTED.sub(lambda match: f"{match[1][: _QUOTE + 1]}…{match[1][0]}", _ends(text))
+    if len(text) <= _SHORT:
+        return text
+    lines = [line for line in text.split("\n") if line.strip()]
+    if len(lines) > 2 * _LINES:
+        lines = [*lines[:_LINES], *lines[-_LINES:]]
+    short = [line if len(line) <= _LINE else f"{line[:_LINE]}…" for line in lines]
+    if len(lines[-1]) > 2 * _LINE:
+        short[-1] += f" {lines[-1][-_LINE:]}"
+    return "\n".join(short)
+
+
+def _ends(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}\n{text[-_TAIL:]}"

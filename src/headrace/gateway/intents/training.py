@@ -19,7 +19,7 @@ from headrace.gateway.intents.features import NAMES, Floats, features
 
 _FOLDS = 5
 _PENALTIES = (0.003, 0.01, 0.03, 0.1, 0.3)
-_STEPS = 400
+_STEPS = 150
 _LEAST_SCALE = 1e-3
 
 Doubles = npt.NDArray[np.float64]
@@ -38,9 +38,7 @@ class _Fit:
         return standardised(inputs, self.mean, self.scale).astype(np.float64) @ self.weights + self.bias
 
 
-def train(
-    examples: Sequence[Example], embeddings: Floats, embedder: str, *, seed: int = 0
-) -> ClassifierFile:
+def train(examples: Sequence[Example], embeddings: Floats, embedder: str, *, seed: int = 0) -> ClassifierFile:
     """A classifier of ``examples``, whose ``embeddings`` are [n, dimensions] by the model ``embedder``.
 
     Raises ConfigError if there are too few examples to learn from.
@@ -76,7 +74,9 @@ def _intents(examples: Sequence[Example]) -> list[str]:
     return sorted(groups)
 
 
-def _head(inputs: Floats, wanted: Doubles, known: npt.NDArray[np.bool_], hard: Doubles, fold: Doubles) -> Head:
+def _head(
+    inputs: Floats, wanted: Doubles, known: npt.NDArray[np.bool_], hard: Doubles, fold: Doubles
+) -> Head:
     penalty, logits = _validated(inputs, wanted, fold)
     fit = _fit(inputs, wanted, penalty)
     difficulty, bias = np.zeros(0), 0.0
