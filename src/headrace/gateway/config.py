@@ -230,15 +230,14 @@ class GatewayConfig(Strict):
         """Names of all models, aliases left out."""
         return frozenset(name for upstream in self.upstreams.values() for name in upstream.models)
 
-    def prices(self, name: str) -> list[Price]:
-        """Of a model, or of all versions of a release, wherever it is served."""
+    def prices(self, name: str, version: str | None = None) -> list[Price]:
+        """Of a model, or of a release's version (its first by default), wherever it is served."""
         release = self.releases.get(name)
-        versions = [Version(model=name)] if release is None else release.versions.values()
+        serving = Version(model=name) if release is None else release.versions[version or release.first]
         return [
-            upstream.models[version.model].price
-            for version in versions
+            upstream.models[serving.model].price
             for where, upstream in self.upstreams.items()
-            if version.model in upstream.models and (version.upstreams is None or where in version.upstreams)
+            if serving.model in upstream.models and (serving.upstreams is None or where in serving.upstreams)
         ]
 
 

@@ -32,7 +32,7 @@ async def decide(gateway: Gateway, context: RequestContext) -> None:
     judgement = choice.judgement = await _judge(gateway, choice.policy.classifier, text_of(context.body))
     options = _able(gateway, context, choice.options)
     most = Usage(context.prompt_tokens, context.output_tokens)
-    costs = {name: max(cost(price, most) for price in gateway.config.prices(name)) for name in options}
+    costs = {name: max(cost(price, most) for price in gateway.prices(name)) for name in options}
     choice.model, choice.reason = choice.policy.choose(options, judgement, costs)
     choice.policy.add_decoding(context.body, judgement.intent)
     serve_as(gateway, context, choice.model)

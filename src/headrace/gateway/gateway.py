@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from headrace.gateway.admit import Admissions
 from headrace.gateway.balance import Affinity
 from headrace.gateway.cache import AnswerCache
-from headrace.gateway.config import GatewayConfig
+from headrace.gateway.config import GatewayConfig, Price
 from headrace.gateway.embedder import Embedder
 from headrace.gateway.health import keep_probing
 from headrace.gateway.intents.policy import policies
@@ -107,6 +107,11 @@ class Gateway:
             if version.upstreams is None or target.upstream.name in version.upstreams
         ]
         return tuple(dict.fromkeys(found))
+
+    def prices(self, name: str) -> list[Price]:
+        """Of a model, or of a release's stable version."""
+        version = self.releases[name][1].stable if name in self.releases else None
+        return self.config.prices(name, version)
 
     def failed(self, target: Target, reason: str, *, passing: bool = False) -> None:
         """An attempt failed. ``passing``: through no defect of the upstream's: its health does not suffer."""

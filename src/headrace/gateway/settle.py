@@ -84,7 +84,7 @@ def _baseline(gateway: Gateway, context: RequestContext, usage: Usage) -> int:
     if context.tenant == OWN_TENANT:
         return 0
     if context.choice is not None:
-        prices = gateway.config.prices(context.choice.policy.large)
+        prices = gateway.prices(context.choice.policy.large)
     else:
         targets = context.candidates if context.target is None else (context.target,)
         prices = [target.served.price for target in targets]
