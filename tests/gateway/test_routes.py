@@ -23,7 +23,7 @@ LABELS = (
     "Is the sentiment of this review positive, negative or neutral? Reply with one word: It broke at once."
 )
 CODE = "Write a Python function that merges two sorted linked lists, with unit tests."
-HARD = "Implement a lock-free concurrent hash map in C++ with hazard pointers, and prove that it is linearizable."
+HARD = "Implement a lock-free concurrent hash map in C++ with hazard pointers, and prove it linearizable."
 
 
 @dataclass

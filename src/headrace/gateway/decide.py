@@ -29,7 +29,7 @@ async def decide(gateway: Gateway, context: RequestContext) -> None:
     if choice is None or choice.model:
         return
     began = time.perf_counter()
-    judgement = choice.judgement = await _judge(gateway, choice.policy.classifier, text_of(context.body))
+    judgement = choice.judgement = await _judge(gateway, context, choice.policy.classifier)
     options = _able(gateway, context, choice.options)
     most = Usage(context.prompt_tokens, context.output_tokens)
     costs = {name: max(cost(price, most) for price in gateway.prices(name)) for name in options}
@@ -39,10 +39,12 @@ async def decide(gateway: Gateway, context: RequestContext) -> None:
     gateway.metrics.intent_seconds.observe(time.perf_counter() - began)
 
 
-async def _judge(gateway: Gateway, classifier: Classifier, text: str) -> Judgement:
-    vector = None
-    if gateway.embedder is not None and (short := embedded(text)):
-        found = await gateway.embedder.embed([short])
+async def _judge(gateway: Gateway, context: RequestContext, classifier: Classifier) -> Judgement:
+    text, vector = text_of(context.body), None
+    embeddings = gateway.config.embeddings
+    if gateway.embedder is not None and embeddings is not None and (short := embedded(text)):
+        wait_s = min(embeddings.timeout_ms / 1000, context.deadline - time.monotonic())
+        found = await gateway.embedder.embed([short], timeout_s=wait_s)
         vector = None if found is None else found[0]
     judgement = classifier.judge(text, vector)
     if vector is not None and judgement.seen == "features":

@@ -34,10 +34,8 @@ _CODE = re.compile(r"[{};]|=>|->|==|!=|\(\)|\w\(|</|::|\bdef \b|\bSELECT\b|\bret
 _EQUATION = re.compile(r"[0-9a-z)]\s*[-+*/^=×÷]\s*[0-9a-z(]|[√∫∑π≤≥²³]|\\frac")
 _QUOTED = re.compile(r"([\"“„«][^\"“”„«»\n]{32,})[\"”“»]")
 _NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]+")
-_OPTIONS = re.compile(  # to choose from: "a, b or c", "yes/no", "{low, high}"
-    r"\b\w+(?: ?, ?[\w -]{1,20}){0,8},? (?:or|oder|ou) \w+"
-    r"|\b\w{1,14} ?[/|] ?\w{1,14}\b"
-    r"|[{\[(]\w[\w ]{0,30}(?:, ?\w[\w ]{0,30}){1,12}[}\])]"
+_OPTIONS = re.compile(  # to choose from: "b or c", "yes/no", "{low, high}"
+    r"\w,? (?:or|oder|ou) \w|\b\w{1,14} ?[/|] ?\w{1,14}\b|[{\[(][^{}\[\](),]{1,30},[^{}\[\]()]{1,90}[}\])]"
 )
 _FORMAT = re.compile(  # of the answer: "only the dates", "as JSON", "reply with one word"
     r"\b(?:only|just|nothing but|exactly|one word|single \w+|one per line|schema|format"
