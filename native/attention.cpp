@@ -59,7 +59,7 @@ HR_INLINE void soften(float* scores, Factor* weights, int begin, int end, float 
   Vec sum = zero();
   for (int b = 0; b < kTileBlocks; ++b) {
     // The denominator sums the weights as they are applied, rounded where the path rounds them.
-    sum = add(sum, store_factors(weights + 16 * b, exp(sub(load(scores + 16 * b), shift))));
+    sum = add(sum, store_factors(weights + 16 * b, weight_of(sub(load(scores + 16 * b), shift))));
   }
   fold_tile(s, vector, largest, reduce_add(sum), padded);
 }

@@ -9,9 +9,20 @@
 namespace headrace {
 namespace {
 
-constexpr int kRowBlock = 96;  // rows of activations that stay in cache while weights stream past
+constexpr int kRowBlock = 48;  // rows of activations that stay in cache while weights stream past
 constexpr int kFewRows = 16;   // so few that a matrix takes longer to read than to multiply
 constexpr size_t kWarmBytes = 8192;
+
+struct Range {
+  int begin, end;
+};
+
+// What is thread's of count things.
+Range share(int count, int thread, int threads) {
+  const int64_t all = count;
+  return {static_cast<int>(all * thread / threads), static_cast<int>(all * (thread + 1) / threads)};
+}
+
 }  // namespace
 
 Program::Program(std::vector<Instruction> instructions, Limits limits, const Kernels& kernels, int threads)
@@ -94,8 +105,7 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
                    const ResultView& result) {
   const int rows = in.logit_rows ? b.logit_rows : b.tokens;
   const int threads = pool_.threads();
-  const int begin = static_cast<int>(static_cast<int64_t>(rows) * thread / threads);
-  const int end = static_cast<int>(static_cast<int64_t>(rows) * (thread + 1) / threads);
+  const auto [begin, end] = share(rows, thread, threads);
   const auto floats = [&](const Operand& o) { return reinterpret_cast<float*>(at(o)); };
   Claim* claims = &claims_[index * static_cast<size_t>(threads)];
   switch (in.op) {
@@ -189,16 +199,16 @@ void Program::warm(size_t index, int thread, const BatchView& b) const {
   if ((in.logit_rows ? b.logit_rows : b.tokens) > kFewRows || in.format.dense()) return;
   const Tiles tiles = tiles_of(in);
   const size_t row = in.format.tile_bytes() * static_cast<size_t>(in.i1 / 32);
-  const int first = tiles.first(thread, pool_.threads()), end = tiles.first(thread + 1, pool_.threads());
-  const size_t bytes =
-      std::min(kWarmBytes, row * static_cast<size_t>(tiles.chunk) * static_cast<size_t>(end - first));
-  const uint8_t* weights =
-      at(in.weight) + row * static_cast<size_t>(tiles.chunk) * static_cast<size_t>(first);
+  const Range chunks = share(tiles.chunks, thread, pool_.threads());
+  const size_t chunk = row * static_cast<size_t>(tiles.chunk);
+  const size_t bytes = std::min(kWarmBytes, chunk * static_cast<size_t>(chunks.end - chunks.begin));
+  const uint8_t* weights = at(in.weight) + chunk * static_cast<size_t>(chunks.begin);
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(weights + i);
 }
 
-// Every thread has a run of tiles of its own, so that it reads one stretch of memory, and then helps the
-// others with theirs.
+// With few rows every thread has a run of tiles of its own, so that it reads one stretch of memory; with many
+// it has the rows that it also normalises and quantises, so that they stay in its cache. Whoever is done
+// first helps the others.
 void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows) {
   MatmulArgs a{};
   a.format = in.format;
@@ -213,14 +223,18 @@ void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows)
   a.add = in.i2;
   const Tiles tiles = tiles_of(in);
   const int last = (in.i0 + 15) / 16, threads = pool_.threads();
-  const int blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const bool own_rows = rows >= threads * kRowBlock;
   for (int i = 0; i < threads; ++i) {
-    const int owner = (thread + i) % threads, first = tiles.first(owner, threads);
-    const int count = tiles.first(owner + 1, threads) - first;
+    const int owner = (thread + i) % threads;
+    const Range chunks = own_rows ? Range{0, tiles.chunks} : share(tiles.chunks, owner, threads);
+    const Range mine = own_rows ? share(rows, owner, threads) : Range{0, rows};
+    const int blocks = (mine.end - mine.begin + kRowBlock - 1) / kRowBlock;
+    const int count = chunks.end - chunks.begin;
     std::atomic<int32_t>& next = claims[owner].next;
     for (int u; (u = next.fetch_add(1, std::memory_order_relaxed)) < count * blocks;) {
-      const int tile = (first + u % count) * tiles.chunk, row = u / count * kRowBlock;
-      kernels_.matmul(a, tile, std::min(tile + tiles.chunk, last), row, std::min(row + kRowBlock, rows));
+      const int tile = (chunks.begin + u % count) * tiles.chunk;
+      const int row = mine.begin + u / count * kRowBlock;
+      kernels_.matmul(a, tile, std::min(tile + tiles.chunk, last), row, std::min(row + kRowBlock, mine.end));
     }
   }
 }

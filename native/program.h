@@ -105,11 +105,8 @@ class Program {
   struct Unit {  // rows of one sequence that one attention call handles
     int32_t sequence, row_begin, row_end;
   };
-  struct Tiles {  // how a matrix is divided: chunks of so many tiles, a run of chunks for each thread
+  struct Tiles {  // how a matrix is divided: chunks of so many tiles
     int chunk, chunks;
-    int first(int thread, int threads) const {
-      return static_cast<int>(static_cast<int64_t>(chunks) * thread / threads);
-    }
   };
   struct alignas(64) Claim {
     std::atomic<int32_t> next{0};

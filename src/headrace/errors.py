@@ -106,11 +106,15 @@ class ModelFormatError(HeadraceError):
 
 
 class OverloadedError(HeadraceError):
-    """Queue full, queue time exceeded, or the server is draining: try again later."""
+    """Queue full, queue time exceeded, or the server is draining: try again after ``retry_after_s``."""
 
     status = 503
     type = "server_error"
     code = "overloaded"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceededError(HeadraceError):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.cache import AnswerCache
+from headrace.gateway.answers import AnswerCache
 from headrace.gateway.config import CacheSettings
 from tests.e2e.running import run
 from tests.gateway.running import RunningGateway, Upstreams, decent, events, gateway, text_of
@@ -41,8 +41,9 @@ def cached(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> It
 def test_the_same_deterministic_request_is_asked_once(cached: Cached, stream: bool) -> None:
     made, streamer, key, _ = cached
     asked = len(streamer.asked)
-    first = made.chat(key, temperature=0, stream=stream)
-    second = made.chat(key, stream=stream, temperature=0)
+    own = {"temperature": 0, "user": f"one who streams: {stream}"}
+    first = made.chat(key, **own, stream=stream)
+    second = made.chat(key, stream=stream, **own)
     assert (first.headers[STATE], second.headers[STATE]) == ("miss", "hit")
     assert first.text == second.text
     assert len(streamer.asked) == asked + 1
@@ -64,6 +65,115 @@ def test_a_replayed_stream_tells_usage_to_who_asks(cached: Cached) -> None:
     assert text_of(told) == text_of(silent)
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["whole first", "stream first"])
+def test_an_answer_serves_both_forms(cached: Cached, first: bool) -> None:
+    made, streamer, key, _ = cached
+    asked = len(streamer.asked)
+    body = {"temperature": 0, "max_tokens": 5, "user": f"first {first}"}
+    with_usage = {"stream_options": {"include_usage": True}}
+    answers = {stream: made.chat(key, stream=stream, **body) for stream in (first, not first)}
+    replayed = made.chat(key, stream=True, **body, **with_usage)
+    assert len(streamer.asked) == asked + 1
+    assert [answers[stream].headers[STATE] for stream in (first, not first)] == ["miss", "hit"]
+    whole = answers[False].json()
+    assert whole["object"] == "chat.completion"
+    [choice] = whole["choices"]
+    assert choice["message"] == {"role": "assistant", "content": text_of(answers[True])}
+    assert (choice["index"], choice["finish_reason"]) == (0, "length")
+    assert whole["usage"]["completion_tokens"] == 5
+    assert "usage" not in answers[True].text
+    last = json.loads(events(replayed)[-2])
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+
+
+def test_completions_serve_both_forms(cached: Cached) -> None:
+    made, streamer, key, _ = cached
+    text = "once upon a time"
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 4, "total_tokens": 5}
+    answer = {"id": "c", "object": "text_completion", "choices": [choice], "usage": usage}
+
+    async def completes(exchange: Exchange) -> None:
+        await exchange.whole(200, json.dumps(answer).encode())
+
+    streamer.behaviour = completes
+    body = {"model": "m", "prompt": "tell", "temperature": 0}
+    try:
+        assert made.client.post("/v1/completions", json=body, headers=key).json() == answer
+    finally:
+        streamer.behaviour = decent
+    replayed = made.client.post("/v1/completions", json=body | {"stream": True}, headers=key)
+    assert replayed.headers[STATE] == "hit"
+    *chunks, done = events(replayed)
+    read = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    assert ("".join(piece["text"] for piece in read), done) == (text, "[DONE]")
+    assert [piece["finish_reason"] for piece in read] == [None, "stop"]
+
+
+def test_what_an_upstream_gave_up_is_not_kept(cached: Cached) -> None:
+    made, streamer, key, _ = cached
+    choice = {"index": 0, "message": {"role": "assistant", "content": "I was"}, "finish_reason": "abort"}
+
+    async def aborts(exchange: Exchange) -> None:
+        await exchange.whole(200, json.dumps({"choices": [choice]}).encode())
+
+    streamer.behaviour = aborts
+    try:
+        assert made.chat(key, temperature=0, max_tokens=21).status_code == 200
+    finally:
+        streamer.behaviour = decent
+    assert made.chat(key, temperature=0, max_tokens=21).headers[STATE] == "miss"
+
+
+def test_a_request_may_have_its_answer_made_anew(cached: Cached) -> None:
+    made, streamer, key, _ = cached
+    body = {"temperature": 0, "max_tokens": 22}
+    made.chat(key, **body)
+    asked = len(streamer.asked)
+    assert made.chat(key | {STATE: "refresh"}, **body).headers[STATE] == "miss"
+    assert len(streamer.asked) == asked + 1
+    assert made.chat(key, **body).headers[STATE] == "hit"
+    refused = made.chat(key | {STATE: "sometimes"}, **body)
+    assert refused.status_code == 400
+    assert "on, off, exact, semantic, refresh" in refused.json()["error"]["message"]
+
+
+def test_another_version_behind_the_name_makes_answers_void(upstreams: Upstreams, tmp_path: Path) -> None:
+    _, url = upstreams.start()
+    settings = config(url)
+    for version, states in (("1", ["miss", "hit"]), ("2", ["miss", "hit"]), ("1", ["hit"])):
+        settings["upstreams"]["one"]["models"]["m"]["version"] = version
+        with gateway(settings, tmp_path) as made:
+            key = made.key("acme")
+            assert [made.chat(key, temperature=0).headers[STATE] for _ in states] == states
+
+
+def test_it_is_shown_and_cleared_from_outside(upstreams: Upstreams, tmp_path: Path) -> None:
+    _, url = upstreams.start()
+    with gateway(config(url), tmp_path) as made:
+        one, two = made.key("acme"), made.key("other")
+        for key in (one, two):
+            made.chat(key, temperature=0)
+        made.client.post("/v1/embeddings", json={"model": "m", "input": "a"}, headers=one)
+        held = json.loads(run("gateway", "cache", "stats", str(made.file), "--json").stdout)
+        found = {(row["kind"], row["tenant"], row["model"]): row["entries"] for row in held}
+        assert found == {
+            ("answer", "acme", "m"): 1,
+            ("answer", "other", "m"): 1,
+            ("embedding", "acme", "m"): 1,
+        }
+        said = run("gateway", "cache", "clear", str(made.file), "--tenant", "acme", "--kind", "answer").stdout
+        assert said == "forgot 1 entry\n"
+        assert [made.chat(key, temperature=0).headers[STATE] for key in (one, two)] == ["miss", "hit"]
+        assert run("gateway", "cache", "clear", str(made.file)).stdout == "forgot 3 entries\n"
+        assert made.chat(two, temperature=0).headers[STATE] == "miss"
+    settings = config(url, enabled=False)
+    made.file.write_text(json.dumps(settings))
+    failed = run("gateway", "cache", "stats", str(made.file))
+    assert (failed.returncode, failed.stderr.count("\n")) == (1, 1)
+    assert "has no cache" in failed.stderr
+
+
 def test_sampled_requests_are_kept_on_request_only(cached: Cached) -> None:
     made, _, key, _ = cached
     for body in ({}, {"temperature": 0.7}, {"seed": 3}):
@@ -82,13 +192,6 @@ def test_no_tenant_gets_anothers_answer_and_every_field_counts(cached: Cached) -
     for more in ({"max_tokens": 8}, {"stop": "x"}, {"seed": 1}, {"tools": [{}]}, {"unknown": [1]}):
         assert made.chat(key, **body | more).headers[STATE] == "miss"
     assert made.chat(key, **body).headers[STATE] == "hit"
-
-
-def test_embeddings_are_kept(cached: Cached) -> None:
-    made, _, key, _ = cached
-    for state in ("miss", "hit"):
-        answer = made.client.post("/v1/embeddings", json={"model": "m", "input": "a"}, headers=key)
-        assert answer.headers[STATE] == state
 
 
 def test_identical_requests_at_once_are_asked_once(cached: Cached) -> None:
@@ -168,13 +271,13 @@ def test_it_keeps_within_its_bounds(tmp_path: Path) -> None:
     cache = AnswerCache(tmp_path, CacheSettings(max_mib=1, ttl_s=100))
     answer = b"x" * 100_000
     for number in range(30):
-        cache.put(b"%d" % number, answer)
+        cache.put(b"%d" % number, answer, "answer", "acme", "m")
         assert cache.get(b"0") is not None, "used all the time"
     kept = [number for number in range(30) if cache.get(b"%d" % number) is not None]
     assert len(kept) * len(answer) <= 2**20
     assert kept[0] == 0
     assert kept[1:] == list(range(30 - len(kept) + 1, 30))
-    cache.put(b"large", b"x" * 2**20)
+    cache.put(b"large", b"x" * 2**20, "answer", "acme", "m")
     assert cache.get(b"large") is None
     cache.close()
     old = AnswerCache(tmp_path, CacheSettings(max_mib=1, ttl_s=1e-9))

@@ -33,6 +33,16 @@ tenants:
         ("http://127.0.0.1:1/v1", "http://me:secret@127.0.0.1/v1", "api_key_env"),
         ("tenants:", "aliases: {x: none}\ntenants:", "x stands for none, which no upstream has"),
         ("concurrency: 2", "models: [other]", "acme may use other, which no upstream has"),
+        (
+            "tenants:",
+            "cache: {semantic: {}}\ntenants:",
+            "gateway.yaml:6: cache.semantic: Value error, it needs",
+        ),
+        (
+            "tenants:",
+            "embeddings: {model: e}\ntenants:",
+            "gateway.yaml:6: embeddings.model: Value error, e is no",
+        ),
         ("    url:", "    kind: magic\n    url:", "gateway.yaml:4: upstreams.a.kind"),
         ("    url:", "    credential_env: X\n    url:", "for upstreams of kind headrace"),
     ],

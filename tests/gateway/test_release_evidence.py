@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace.errors import ConfigError
 from headrace.gateway.releases import state as states
 from headrace.gateway.releases.evidence import Evidence, Sketch, Sums
-from headrace.gateway.releases.settings import Canary, Release
+from headrace.gateway.releases.settings import Canary, Release, Slo
 from headrace.gateway.releases.state import Outcome, ReleaseState
 
 RELEASE = Release.model_validate(
@@ -93,16 +93,18 @@ def good(seconds: float = 0.1, *, candidate: bool = False) -> Outcome:
 class Trial:
     """A canary of v2, driven by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, **slo: float) -> None:
         self.state = ReleaseState("v1")
         self.now = 0.0
-        states.start("r", RELEASE, self.state, "v2", trial="t", ab=None, now=0.0)
+        canary = RELEASE.canary.model_copy(update={"slo": Slo(**slo)})
+        self.release = RELEASE.model_copy(update={"canary": canary})
+        states.start("r", self.release, self.state, "v2", trial="t", ab=None, now=0.0)
 
     def step(self, outcomes: list[Outcome], seconds: float = 1.0) -> states.Event | None:
         self.now += seconds
         assert self.state.trial is not None
-        states.learn(self.state.trial, outcomes, RELEASE.canary)
-        return states.decide("r", RELEASE, self.state, now=self.now)
+        states.learn(self.state.trial, outcomes, self.release.canary)
+        return states.decide("r", self.release, self.state, now=self.now)
 
 
 def test_a_good_candidate_goes_from_step_to_step_after_time_and_requests() -> None:
@@ -134,6 +136,23 @@ def test_a_slow_candidate_goes_back_and_says_why() -> None:
     assert trial.state.stable == "v1"
 
 
+def test_a_slower_candidate_may_pass_where_it_keeps_the_slo() -> None:
+    trial, event = Trial(e2e_s=0.5), None
+    while event is None or event.what == "advanced":
+        event = trial.step([good(), good(0.3, candidate=True)])
+    assert event.what == "promoted"
+
+
+def test_a_candidate_that_breaks_the_slo_goes_back_unless_the_stable_one_does_too() -> None:
+    trial, event = Trial(e2e_s=0.25), None
+    while event is None:
+        event = trial.step([good(), good(0.3, candidate=True)])
+    assert event.what == "rolled_back"
+    assert "over the SLO of 0.25 s" in event.detail
+    both = Trial(e2e_s=0.25)
+    assert all(both.step([good(0.3), good(0.3, candidate=True)]) is None for _ in range(100))
+
+
 def test_what_is_worse_but_not_surely_so_waits_and_is_given_up_at_last() -> None:
     trial = Trial()
     outcomes = [good()] * 30 + [good(candidate=True)] * 29 + [Outcome(True, failed=True)]
@@ -142,6 +161,20 @@ def test_what_is_worse_but_not_surely_so_waits_and_is_given_up_at_last() -> None
     assert event is not None
     assert event.what == "rolled_back"
     assert "1000 seconds" in event.detail
+
+
+def test_a_candidate_that_clients_give_up_goes_back() -> None:
+    """It hangs: nothing of it ever ends but by its clients, who have waited for long."""
+    trial, event = Trial(), None
+    for _ in range(50):
+        event = trial.step([good()] * 5 + [Outcome(True, e2e_s=1.0), Outcome(True, e2e_s=0.01)])
+        if event is not None:
+            break
+    assert event is not None
+    assert event.what == "rolled_back"
+    assert event.detail.startswith("E2E p95 is 0.98")
+    assert trial.state.last is not None
+    assert trial.state.last.candidate_seen.requests == 0
 
 
 def test_a_bad_score_rolls_back() -> None:
@@ -167,6 +200,10 @@ def test_rollback_after_a_promotion_goes_back_and_forth() -> None:
     states.promote("r", RELEASE, state, "v3", now=0.0)
     states.roll_back("r", RELEASE, state, now=0.0)
     assert (state.stable, state.previous) == ("v1", "v3")
-    for wrong in ("v1", "v9"):
-        with pytest.raises(ConfigError):
+    for wrong, said in (("v1", "stable version already"), ("v9", "it has: v1, v2, v3")):
+        with pytest.raises(ConfigError, match=said):
             states.start("r", RELEASE, state, wrong, trial="t", ab=None, now=0.0)
+    with pytest.raises(ConfigError, match="name the version"):
+        states.promote("r", RELEASE, state, None, now=0.0)
+    with pytest.raises(ConfigError, match="no version was there before v1"):
+        states.roll_back("r", RELEASE, ReleaseState("v1"), now=0.0)

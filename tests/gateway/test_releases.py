@@ -300,9 +300,6 @@ def test_the_commands_say_what_is_wrong(upstreams: Upstreams, tmp_path: Path) ->
 
     assert "it has: assistant" in said("start", "other", "v2")
     assert "it has: v1, v2, v3" in said("start", "assistant", "v9")
-    assert "stable version already" in said("start", "assistant", "v1")
-    assert "name the version" in said("promote", "assistant")
-    assert "no version was there before v1" in said("rollback", "assistant")
     assert run("gateway", "releases", "start", str(path), "assistant", "v2").returncode == 0
     assert "v2 is in a canary" in said("start", "assistant", "v3")
     listed = json.loads(run("gateway", "releases", "list", str(path), "--json").stdout)
@@ -321,7 +318,10 @@ def test_the_commands_say_what_is_wrong(upstreams: Upstreams, tmp_path: Path) ->
     ("change", "said"),
     [
         ({"versions": {}}, "releases.a.versions"),
-        ({"versions": {"v": {"model": "none"}}}, "a: v is the model none, which no upstream has"),
+        (
+            {"versions": {"v": {"model": "none"}}},
+            "gateway.yaml:1: releases.a.versions.v: Value error, v is the model none, which",
+        ),
         ({"versions": {"v": {"model": "old", "upstreams": ["two"]}}}, "served by two, which has no old"),
         ({"versions": {"v": {"model": "old", "upstreams": ["x"]}}}, "served by x, which is no upstream"),
         ({"stable": "w"}, "w is none of the versions v"),

@@ -343,9 +343,9 @@ def test_a_candidate_that_is_down_is_passed_over(upstreams: Upstreams, tmp_path:
         (
             "large-model: {quality: 0.9}",
             "other: {quality: 0.9}",
-            "auto has the candidate other, which no upstream has",
+            "gateway.yaml:7: routes.auto.candidates.other: Value error, other is a model that no",
         ),
-        ("small: small-model", "small: tiny", "tiny is none of the candidates"),
+        ("small: small-model", "small: tiny", "gateway.yaml:8: routes.auto.small: Value error, tiny is none of"),
         ("quality: 0.9", "quality: 1.5", "gateway.yaml:7: routes.auto.candidates.large-model.quality"),
         ("wanted: {code: 0.8}", "wanted: {cooking: 0.8}", "does not know the intent cooking; it knows chat"),
         ("temperature: 0.2", "temperature: 9", "routes.auto.decoding.chat.temperature"),

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace.cli import gateway_releases, gateway_route
+from headrace.cli import gateway_backup, gateway_cache, gateway_live, gateway_releases, gateway_route
 from headrace.cli.gateway_shared import AsJson, Config, date, opened, read, table
-from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +26,10 @@ keys_app = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revo
 app.add_typer(keys_app, name="keys")
 app.add_typer(gateway_releases.app, name="releases")
 app.add_typer(gateway_route.app, name="route")
+app.command()(gateway_live.reload)
+app.command()(gateway_live.upstreams)
+app.add_typer(gateway_cache.app, name="cache")
+app.command()(gateway_backup.backup)
 
 KeyId = Annotated[str, typer.Argument(metavar="KEY", help="The key's id, as keys list shows it.")]
 
@@ -50,33 +53,39 @@ def run(
     from headrace.gateway.gateway import Gateway
     from headrace.gateway.run import run as run_gateway
     from headrace.observe.logs import logger
-    from headrace.web.listen import listen
+    from headrace.web.listen import address_of, listen
 
-    gateway = Gateway(settings, logger(level=log_level))
+    gateway = Gateway(settings, logger(level=log_level), config)
     at = settings.host if host is None else host
     sock = listen(at, settings.port if port is None else port, settings.write_timeout_s)
-    shown = "127.0.0.1" if at in ("", "0.0.0.0", "::") else f"[{at}]" if ":" in at else at
-    address = f"http://{shown}:{sock.getsockname()[1]}"
+    address = address_of(at, sock.getsockname()[1])
+
+    admin = None
+    if settings.admin is not None:
+        admin = listen(settings.admin.host, settings.admin.port, settings.write_timeout_s)
 
     def announce() -> None:
         print(f"Gateway to {', '.join(sorted(settings.models))} on {address}", flush=True)
+        if admin is not None and settings.admin is not None:
+            print(f"Admin API on {address_of(settings.admin.host, admin.getsockname()[1])}", flush=True)
 
-    run_gateway(gateway, sock, on_ready=announce, drain_timeout_s=drain_timeout)
+    run_gateway(gateway, sock, admin=admin, on_ready=announce, drain_timeout_s=drain_timeout)
 
 
 @keys_app.command()
 def create(
     config: Config,
     tenant: Annotated[str, typer.Option(help="Whose key it is: a tenant of CONFIG.")],
+    app: Annotated[str, typer.Option(help="The tenant's app that it is for.")] = "",
     name: Annotated[str, typer.Option(help="To tell it from others.")] = "",
 ) -> None:
     """Make a key and print its secret, which nobody can read again."""
     settings = read(config)
-    if tenant not in settings.tenants:
-        known = ", ".join(sorted(settings.tenants)) or "none yet"
-        raise ConfigError(f"{config} has no tenant {tenant}; it has: {known}")
+    from headrace.gateway.keys import check_owner
+
+    check_owner(settings, tenant, app)
     with _keys(settings) as keys:
-        key, secret = keys.create(tenant, name)
+        key, secret = keys.create(tenant, name, app)
     print(f"made {key.id} for {tenant}; its secret, shown only now:", file=sys.stderr)
     print(secret)
 
@@ -94,10 +103,18 @@ def list_keys(
         print()
         return
     rows = [
-        (key.id, key.tenant, key.name, date(key.created_at), date(key.rotated_at), date(key.revoked_at))
+        (
+            key.id,
+            key.tenant,
+            key.app or "-",
+            key.name,
+            date(key.created_at),
+            date(key.rotated_at),
+            date(key.revoked_at),
+        )
         for key in found
     ]
-    table(("id", "tenant", "name", "created", "rotated", "revoked"), rows)
+    table(("id", "tenant", "app", "name", "created", "rotated", "revoked"), rows)
 
 
 @keys_app.command()
@@ -119,7 +136,7 @@ def revoke(config: Config, key: KeyId) -> None:
 def usage(
     config: Config,
     by: Annotated[
-        Literal["tenant", "key", "model", "upstream", "version", "route", "intent", "day"],
+        Literal["tenant", "app", "key", "model", "upstream", "version", "route", "intent", "day"],
         typer.Option(help="What to sum over."),
     ] = "tenant",
     days: Annotated[

@@ -33,23 +33,13 @@ def list_releases(config: Config, as_json: AsJson = False) -> None:
     """Show all releases: what serves, and what is on trial."""
     settings = read(config)
     from headrace.gateway.releases.book import ReleaseBook
+    from headrace.gateway.releases.report import summary
 
-    rows = []
     with opened(settings) as store:
-        for name, release in settings.releases.items():
-            state = ReleaseBook(store).read(name, release)
-            trial = state.trial
-            rows.append(
-                {
-                    "release": name,
-                    "stable": state.stable,
-                    "previous": state.previous,
-                    "trial": trial.kind if trial is not None else None,
-                    "candidate": trial.candidate if trial is not None else None,
-                    "weight": trial.weight if trial is not None else None,
-                    "versions": list(release.versions),
-                }
-            )
+        rows = [
+            asdict(summary(name, release, ReleaseBook(store).read(name, release)))
+            for name, release in settings.releases.items()
+        ]
     if as_json:
         _print_json(rows)
         return

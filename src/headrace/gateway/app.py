@@ -20,7 +20,7 @@ from headrace.errors import (
 )
 from headrace.gateway import feedback, pipeline
 from headrace.gateway.authenticate import authenticate
-from headrace.gateway.cache import HEADER
+from headrace.gateway.cache import HEADER, SIMILARITY_HEADER
 from headrace.gateway.context import RequestContext, Route
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.intents.policy import HEADER as ROUTE_HEADER
@@ -212,7 +212,7 @@ class GatewayApp:
         status = 200
         if path == "/health/readiness":
             upstreams = self._gateway.upstreams.values()
-            if not any(upstream.health.share() > 0 for upstream in upstreams):
+            if not any(upstream.health.share() > 0 and not upstream.drained for upstream in upstreams):
                 phase = "no upstream"
             status = 200 if phase == "ok" else 503
         await self._json({"status": phase}, request, send, status)
@@ -224,6 +224,8 @@ class GatewayApp:
 
 def _headers(context: RequestContext) -> dict[str, str]:
     out: dict[str, str] = {HEADER: context.cache} if context.admitted else {}
+    if context.similarity is not None:
+        out[SIMILARITY_HEADER] = f"{context.similarity:.4f}"
     if context.target is not None and context.answer is not None:
         out["x-headrace-upstream"] = context.target.upstream.name
     out |= _choice(context)
@@ -263,6 +265,7 @@ def _line(context: RequestContext) -> dict[str, Any]:
     usage = context.usage
     return {
         "tenant": context.tenant,
+        "app": context.app,
         "model": context.model,
         "release": context.release,
         "version": context.version,

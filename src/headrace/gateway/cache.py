@@ -1,6 +1,7 @@
-"""Stage 5: the exact cache. The same request of the same tenant gets the answer that it got before.
+"""Stage 5: the caches. A request that was asked before, or means what one meant, gets that one's answer.
 
-Answers are kept as the upstream gave them, a stream as its events, and replayed through the same filter.
+First the exact cache: the same request of the same tenant. Then, where it is wanted, the semantic one
+(:mod:`headrace.gateway.semantic`). Embeddings are looked up input by input (:mod:`headrace.gateway.vectors`).
 Identical requests at the same time are asked once: the others wait for that one's answer.
 """
 
@@ -12,134 +13,153 @@ import hashlib
 import sqlite3
 import time
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import orjson
 
-from headrace.errors import ConfigError
+from headrace.errors import InvalidRequestError, UpstreamError
+from headrace.gateway import replay, vectors
 from headrace.gateway.config import CacheSettings
 from headrace.gateway.sse import DONE, EventFilter
 from headrace.gateway.usage import Usage, told
 
 if TYPE_CHECKING:
+    from headrace.gateway.answers import AnswerCache
     from headrace.gateway.context import RequestContext
     from headrace.gateway.gateway import Gateway
 
 HEADER = "x-headrace-cache"
-_LARGEST_SHARE = 8  # an entry may take this part of the cache
-
-
-class AnswerCache:
-    """Answers in a SQLite file of their own, the longest unused leaving first."""
-
-    def __init__(self, folder: Path, settings: CacheSettings) -> None:
-        """Raises ConfigError if the file cannot be used."""
-        self.settings = settings
-        self._limit = settings.max_mib * 2**20
-        self._flights: dict[bytes, asyncio.Future[bool]] = {}
-        path = folder / "cache.sqlite"
-        try:
-            self._db = sqlite3.connect(path, timeout=5.0, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS answers (fingerprint BLOB PRIMARY KEY, stored_at REAL NOT NULL, "
-                "used_at REAL NOT NULL, size INTEGER NOT NULL, answer BLOB NOT NULL)"
-            )
-            self._db.execute("CREATE INDEX IF NOT EXISTS answers_used ON answers (used_at)")
-            self._bytes = self._size()
-            path.chmod(0o600)
-        except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"the cache {path} cannot be used ({error}); it may be deleted") from None
-
-    def get(self, fingerprint: bytes) -> bytes | None:
-        """The answer, unless it is too old, or cannot be read."""
-        now = time.time()
-        try:
-            rows = self._db.execute(
-                "UPDATE answers SET used_at = ? WHERE fingerprint = ? AND stored_at > ? RETURNING answer",
-                (now, fingerprint, now - self.settings.ttl_s),
-            ).fetchall()
-        except sqlite3.Error:
-            return None
-        return bytes(rows[0][0]) if rows else None
-
-    def put(self, fingerprint: bytes, answer: bytes) -> None:
-        """Keep an answer, if it is not too large, and make room for it."""
-        if len(answer) * _LARGEST_SHARE > self._limit:
-            return
-        now = time.time()
-        self._db.execute(
-            "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)",
-            (fingerprint, now, now, len(answer), answer),
-        )
-        self._bytes += len(answer)
-        if self._bytes > self._limit:
-            self._make_room(now)
-
-    def _make_room(self, now: float) -> None:
-        self._db.execute("DELETE FROM answers WHERE stored_at <= ?", (now - self.settings.ttl_s,))
-        while self._size() > self._limit:
-            self._db.execute(
-                "DELETE FROM answers WHERE fingerprint IN "
-                "(SELECT fingerprint FROM answers ORDER BY used_at "
-                "LIMIT max(1, (SELECT COUNT(*) FROM answers) / 10))"
-            )
-        self._bytes = self._size()
-
-    def _size(self) -> int:
-        return int(self._db.execute("SELECT COALESCE(SUM(size), 0) FROM answers").fetchone()[0])
-
-    def flight(self, fingerprint: bytes) -> asyncio.Future[bool] | None:
-        """The same request under way; None, and the caller's is it from now on, if there was none."""
-        found = self._flights.get(fingerprint)
-        if found is None:
-            self._flights[fingerprint] = asyncio.get_running_loop().create_future()
-        return found
-
-    def land(self, fingerprint: bytes, answer: bytes | None) -> None:
-        """The request is over, with an answer or without."""
-        if answer is not None:
-            with contextlib.suppress(sqlite3.Error):  # a full disk, say: the answer itself is good
-                self.put(fingerprint, answer)
-        flight = self._flights.pop(fingerprint, None)
-        if flight is not None and not flight.done():
-            flight.set_result(answer is not None)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._db.close()
+SIMILARITY_HEADER = "x-headrace-cache-similarity"
+_WISHES = ("on", "off", "exact", "semantic", "refresh")
 
 
 async def look_up(gateway: Gateway, context: RequestContext) -> None:
-    """Fill in answer and usage on a hit; else the fingerprint to store under, if the answer may be kept."""
-    cache = gateway.cache
-    if cache is None or not _may_keep(context, cache.settings):
+    """Fill in answer and usage on a hit; else what the answer is to be stored under, if it may be kept.
+
+    Raises InvalidRequestError for a wish that there is not.
+    """
+    cache, wish = gateway.cache, _wish(context)
+    if cache is None or not _may_keep(context, cache.settings, wish):
         return
-    fingerprint = _fingerprint(gateway, context)
+    version = _version(context)
+    fingerprint = _fingerprint(context, version)
     context.cache = "miss"
-    answer = cache.get(fingerprint)
-    if answer is None and (flight := cache.flight(fingerprint)) is not None:
-        wait_s = max(context.deadline - time.monotonic(), 0.0)
-        done, _ = await asyncio.wait({flight}, timeout=wait_s)
-        if done and flight.result():
-            answer = cache.get(fingerprint)
-        if answer is None:  # that one failed: to queue up behind the next would be slower for all
+    if context.route == "embeddings":
+        context.batch = vectors.batch_of(context, version)
+    semantic = gateway.semantic
+    if wish != "refresh":
+        if _answered(cache, context, fingerprint):
             return
-    if answer is None:
-        context.fingerprint = fingerprint
+        if semantic is not None and semantic.wants(context, wish):
+            context.question = await semantic.look_up(context, version)
+            if _answered_by_meaning(context) or _answered(cache, context, fingerprint):
+                return
+        if (flight := cache.flight(fingerprint)) is not None:
+            wait_s = max(context.deadline - time.monotonic(), 0.0)
+            done, _ = await asyncio.wait({flight}, timeout=wait_s)
+            # Where that one failed, to queue up behind the next would be slower for all.
+            if not (done and flight.result() and _answered(cache, context, fingerprint)):
+                context.question = None
+            return
+    context.fingerprint = fingerprint
+    if context.batch is not None and context.batch.kept:
+        vectors.narrow(context, context.batch)
+        context.cache = "partial-hit"
+
+
+def complete(context: RequestContext) -> None:
+    """Put what was known of a batch of embeddings, and what the upstream answered, together.
+
+    Raises UpstreamError if the answer does not fit.
+    """
+    batch = context.batch
+    if context.cache != "partial-hit" or batch is None or not isinstance(context.answer, bytes):
         return
-    context.cache = "hit"
-    if context.stream:
-        replayed = ReplayedStream(answer, wants_usage=context.wants_usage)
-        context.answer, context.usage = replayed, replayed.usage
+    try:
+        batch.take(context.answer, vectors.inputs_of(context.body))
+    except ValueError as error:
+        raise UpstreamError(str(error)) from None
+    context.answer, _ = vectors.answer_of(context, batch)
+
+
+def keep(gateway: Gateway, context: RequestContext) -> None:
+    """The request is over: keep its answer, if it is a good one, and let go who waits for it. Never waits."""
+    cache, fingerprint = gateway.cache, context.fingerprint
+    if cache is None or fingerprint is None:
+        return
+    kept = False
+    try:
+        if context.recorded is not None and context.outcome == "ok":
+            with contextlib.suppress(
+                sqlite3.Error, ValueError
+            ):  # a full disk, say: the answer itself is good
+                kept = _store(gateway, cache, context, fingerprint, context.recorded)
+    finally:
+        cache.land(fingerprint, kept=kept)
+
+
+def _store(
+    gateway: Gateway, cache: AnswerCache, context: RequestContext, fingerprint: bytes, record: bytes
+) -> bool:
+    owner = (context.tenant, context.model)
+    batch = context.batch
+    if batch is not None:
+        if not batch.fresh:
+            batch.take(record, vectors.inputs_of(context.body))
+        cache.put_all(batch.fresh, "embedding", *owner)
+        return True
+    answer = replay.whole(record)
+    if context.route != "embeddings" and not replay.ended_well(answer):
+        return False
+    cache.put(fingerprint, record, "embedding" if context.route == "embeddings" else "answer", *owner)
+    if gateway.semantic is not None and context.question is not None:
+        gateway.semantic.learn(context.question, fingerprint, answer)
+    return True
+
+
+def _answered(cache: AnswerCache, context: RequestContext, fingerprint: bytes) -> bool:
+    """Fill in what the exact cache has."""
+    batch = context.batch
+    if batch is not None:
+        batch.kept |= cache.get_all(list(dict.fromkeys(batch.keys)))
+        if not batch.complete:
+            return False
+        context.answer, context.usage = vectors.answer_of(context, batch)
     else:
-        context.answer = answer
-        context.usage = told(orjson.loads(answer).get("usage")) or Usage(
-            context.prompt_tokens, estimated=True
-        )
+        record = cache.get(fingerprint)
+        if record is None or not _replay(context, record):
+            return False
+    context.cache = "hit"
     context.outcome = "ok"
+    return True
+
+
+def _answered_by_meaning(context: RequestContext) -> bool:
+    question = context.question
+    if question is None or not question.served or question.nearest is None:
+        return False
+    if not _replay(context, question.nearest.answer):
+        return False
+    context.cache = "semantic-hit"
+    context.similarity = question.nearest.similarity
+    context.outcome = "ok"
+    return True
+
+
+def _replay(context: RequestContext, record: bytes) -> bool:
+    """Fill in answer and usage from a kept answer; False if it cannot be had in the form that is asked."""
+    try:
+        if context.stream:
+            record = record if replay.is_stream(record) else replay.events(replay.whole(record))
+            replayed = ReplayedStream(record, wants_usage=context.wants_usage)
+            context.answer, context.usage = replayed, replayed.usage
+        else:
+            answer = replay.whole(record)
+            context.answer = orjson.dumps(answer) if replay.is_stream(record) else record
+            context.usage = told(answer.get("usage")) or Usage(context.prompt_tokens, estimated=True)
+    except ValueError:
+        return False
+    return True
 
 
 class ReplayedStream:
@@ -157,24 +177,38 @@ class ReplayedStream:
         """Nothing to let go of."""
 
 
-def _may_keep(context: RequestContext, settings: CacheSettings) -> bool:
-    if context.choice is not None and not context.choice.model and context.choice.cache_key is None:
-        return False
+def _wish(context: RequestContext) -> str:
     wish = context.headers.get(HEADER, "").strip().lower()
-    if wish in ("on", "off"):
-        return wish == "on"
+    if wish and wish not in _WISHES:
+        raise InvalidRequestError(f"the header {HEADER} is one of {', '.join(_WISHES)}")
+    return wish
+
+
+def _may_keep(context: RequestContext, settings: CacheSettings, wish: str) -> bool:
+    choice = context.choice
+    if choice is not None and not choice.model and choice.cache_key is None:
+        return False
+    if wish:
+        return wish != "off"
     if context.route == "embeddings" or settings.sampled:
         return True
     temperature = context.body.get("temperature")
     return isinstance(temperature, (int, float)) and temperature == 0
 
 
-def _fingerprint(gateway: Gateway, context: RequestContext) -> bytes:
-    """Of all that can make a difference to the answer, and of whose it is."""
-    where = sorted((t.upstream.config.url, t.name) for t in context.candidates)
-    asked = {name: value for name, value in context.body.items() if name != "stream_options"}
-    names = [context.model, context.release, context.version]
-    if context.choice is not None and context.choice.cache_key is not None:
-        names.append(context.choice.cache_key)
-    parts = [context.tenant, context.route, names, where, context.stream, asked]
+def _version(context: RequestContext) -> list[object]:
+    """What answers under the model's name now: an answer of anything else is none of this."""
+    served = [(t.upstream.config.url, t.name, t.served.version or "") for t in context.candidates]
+    route = "" if context.choice is None else context.choice.cache_key
+    return [context.release, context.version, route, sorted(served)]
+
+
+def _fingerprint(context: RequestContext, version: object) -> bytes:
+    """Of all that can make a difference to the answer, and of whose it is.
+
+    Not of ``stream``: one form is made of the other.
+    """
+    body = context.body
+    asked = {name: body[name] for name in body.keys() - {"model", "stream", "stream_options"}}
+    parts = [context.tenant, context.route, context.model, version, asked]
     return hashlib.blake2b(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS), digest_size=32).digest()

@@ -14,9 +14,17 @@ from headrace.errors import ConfigError
 from headrace.gateway.fields import Count, Name, Positive, Strict, Variable
 from headrace.gateway.intents.settings import Route
 from headrace.gateway.releases.settings import Release, Version
-from headrace.yaml_file import read_yaml
+from headrace.yaml_file import FieldError, read_yaml
 
 _OURS = re.compile(r"[\x21-\x7e]+")  # what may stand in a header
+
+
+def secret(variable: str, what: str) -> str:
+    """What the environment holds. Raises ConfigError if that is nothing, or fits no header."""
+    value = os.environ.get(variable, "")
+    if not _OURS.fullmatch(value):
+        raise ConfigError(f"{variable} must be set to {what}")
+    return value
 
 
 class Price(Strict):
@@ -28,9 +36,12 @@ class Price(Strict):
 
 
 class ServedModel(Strict):
-    """A model of an upstream's. ``name``: what that calls it. ``context``: tokens of prompt and answer."""
+    """A model of an upstream's. ``name``: what that calls it. ``context``: tokens of prompt and answer.
+    ``version``: any text that changes when the model behind the name does: kept answers count no more.
+    """
 
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    version: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     context: Count | None = None
     price: Price = Price()
 
@@ -77,13 +88,8 @@ class UpstreamConfig(Strict):
         return self
 
     def secret(self, variable: str | None) -> str | None:
-        """What the environment holds. Raises ConfigError if that is nothing, or fits no header."""
-        if variable is None:
-            return None
-        value = os.environ.get(variable, "")
-        if not _OURS.fullmatch(value):
-            raise ConfigError(f"{variable} must be set to the secret of {self.url}")
-        return value
+        """What the environment holds for this endpoint. Raises ConfigError as :func:`secret` does."""
+        return None if variable is None else secret(variable, f"the secret of {self.url}")
 
 
 class Limits(Strict):
@@ -106,11 +112,26 @@ class Limits(Strict):
         return self.budget_usd is not None or any(limit is not None for limit in counting)
 
 
+class App(Strict):
+    """Keys of a tenant that belong together. ``key_limits``, if given, take the place of the tenant's."""
+
+    limits: Limits = Limits()
+    key_limits: Limits | None = None
+
+
 class Tenant(Strict):
-    """``limits`` hold for all of its keys together, ``key_limits`` for each of them."""
+    """``limits`` hold for all of its keys together, ``key_limits`` for each of them, ``model_limits`` for
+    what it uses of a model. ``weight``: its share of what is served where tenants wait for each other.
+    ``most_urgent``: the lowest priority that its requests may ask for. ``max_waiting``: most that wait.
+    """
 
     limits: Limits = Limits()
     key_limits: Limits = Limits()
+    model_limits: dict[Name, Limits] = Field(default_factory=dict)
+    apps: dict[Name, App] = Field(default_factory=dict)
+    weight: Annotated[float, Field(ge=0.001, le=1_000_000)] = 1.0
+    most_urgent: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    max_waiting: Annotated[int, Field(ge=0)] | None = None
 
 
 class Health(Strict):
@@ -140,13 +161,35 @@ class Admission(Strict):
     max_wait_s: Positive = 10.0
 
 
+class Admin(Strict):
+    """The admin API's own address, and the variable with the key that it asks for."""
+
+    key_env: Variable
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8081
+
+
+class SemanticSettings(Strict):
+    """Answers of questions that mean the same, at most ``max_false_hit_rate`` of them wrong.
+
+    ``by_default``: for every request that may be cached, not only for those that ask for it. ``explore``: the
+    share of safe ones that are asked anyway, to see how often they are wrong. ``max_entries``: questions.
+    """
+
+    max_false_hit_rate: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    by_default: bool = False
+    explore: Annotated[float, Field(ge=0, le=1)] = 0.05
+    max_entries: Count = 20_000
+
+
 class CacheSettings(Strict):
-    """The exact cache. ``sampled``: keep answers of requests with a temperature above 0 as well."""
+    """Kept answers. ``sampled``: those of requests with a temperature above 0 as well."""
 
     enabled: bool = True
     max_mib: Count = 256
     ttl_s: Positive = 86_400.0
     sampled: bool = False
+    semantic: SemanticSettings | None = None
 
 
 class EmbeddingsSettings(Strict):
@@ -170,6 +213,8 @@ class GatewayConfig(Strict):
     routes: dict[Name, Route] = Field(default_factory=dict)
     classifier: Path | None = None
     tenants: dict[Name, Tenant] = Field(default_factory=dict)
+    model_limits: dict[Name, Limits] = Field(default_factory=dict)
+    admin: Admin | None = None
     authentication: Literal["keys", "none"] = "keys"
     state: Path = Path("gateway-state")
     host: str = "127.0.0.1"
@@ -190,40 +235,64 @@ class GatewayConfig(Strict):
         known = self.models
         for name, release in self.releases.items():
             if name in known:
-                raise ValueError(f"releases: {name} is the name of a model already")
+                raise FieldError(f"{name} is the name of a model already", "releases", name)
             for version, settings in release.versions.items():
-                self._served(f"releases: {name}: {version}", settings)
+                self._served(settings, "releases", name, "versions", version)
         known |= self.releases.keys()
         for name, route in self.routes.items():
             if name in known:
-                raise ValueError(f"routes: {name} is the name of a model or release already")
-            for candidate in route.candidates.keys() - known:
-                raise ValueError(f"routes: {name} has the candidate {candidate}, which no upstream has")
+                raise FieldError(f"{name} is the name of a model or release already", "routes", name)
+            for candidate in sorted(route.candidates.keys() - known):
+                at = "routes", name, "candidates", candidate
+                raise FieldError(f"{candidate} is a model that no upstream has", *at)
         known |= self.routes.keys()
         for alias, target in self.aliases.items():
             if alias in known:
-                raise ValueError(f"aliases: {alias} is the name of a model, release or route already")
+                raise FieldError(
+                    f"{alias} is the name of a model, release or route already", "aliases", alias
+                )
             if target not in known:
-                raise ValueError(f"aliases: {alias} stands for {target}, which no upstream has")
+                raise FieldError(f"{alias} stands for {target}, which no upstream has", "aliases", alias)
         if self.embeddings is not None:
-            embedder = self.embeddings.model
-            if self.aliases.get(embedder, embedder) not in self.models:
-                raise ValueError(f"embeddings: {embedder} is a model that no upstream has")
+            embedder = self.aliases.get(self.embeddings.model, self.embeddings.model)
+            if embedder not in self.models:
+                raise FieldError(f"{embedder} is no model of an upstream's", "embeddings", "model")
+        elif self.cache.semantic is not None:
+            raise FieldError(
+                "it needs embeddings: name their model as `embeddings: {model: …}`", "cache", "semantic"
+            )
+        self._check_model_limits(self.model_limits)
         for name, tenant in self.tenants.items():
-            for limits in (tenant.limits, tenant.key_limits):
-                for model in (limits.models or frozenset()) - known - self.aliases.keys():
-                    raise ValueError(f"tenants: {name} may use {model}, which no upstream has")
+            at = "tenants", name
+            self._check_model_limits(tenant.model_limits, *at)
+            self._check_models(name, tenant.limits, *at, "limits")
+            self._check_models(name, tenant.key_limits, *at, "key_limits")
+            for name_of_app, app in tenant.apps.items():
+                where = *at, "apps", name_of_app
+                self._check_models(name_of_app, app.limits, *where, "limits")
+                self._check_models(name_of_app, app.key_limits or Limits(), *where, "key_limits")
         return self
 
-    def _served(self, where: str, version: Version) -> None:
-        names = self.upstreams.keys() if version.upstreams is None else version.upstreams
-        for name in sorted(names):
+    def _check_models(self, who: str, limits: Limits, *at: str) -> None:
+        known = self.models | self.aliases.keys() | self.releases.keys() | self.routes.keys()
+        for model in sorted((limits.models or frozenset()) - known):
+            raise FieldError(f"{who} may use {model}, which no upstream has", *at, "models")
+
+    def _check_model_limits(self, models: dict[str, Limits], *at: str) -> None:
+        for model, limits in models.items():
+            if model not in self.models:
+                raise FieldError(f"{model} is no model of an upstream's", *at, "model_limits", model)
+            if limits.models is not None:
+                raise FieldError("a model has no models", *at, "model_limits", model, "models")
+
+    def _served(self, version: Version, *at: str) -> None:
+        for name in sorted(version.upstreams or ()):
             if name not in self.upstreams:
-                raise ValueError(f"{where} is to be served by {name}, which is no upstream")
-            if version.upstreams is not None and version.model not in self.upstreams[name].models:
-                raise ValueError(f"{where} is to be served by {name}, which has no {version.model}")
+                raise FieldError(f"{at[-1]} is to be served by {name}, which is no upstream", *at)
+            if version.model not in self.upstreams[name].models:
+                raise FieldError(f"{at[-1]} is to be served by {name}, which has no {version.model}", *at)
         if version.model not in self.models:
-            raise ValueError(f"{where} is the model {version.model}, which no upstream has")
+            raise FieldError(f"{at[-1]} is the model {version.model}, which no upstream has", *at)
 
     @property
     def models(self) -> frozenset[str]:

@@ -9,14 +9,15 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from headrace.gateway.config import Limits
 from headrace.gateway.ledger import CacheUse, Outcome
 from headrace.gateway.usage import Usage
 
 if TYPE_CHECKING:
     from headrace.gateway.intents.policy import Choice
-    from headrace.gateway.quotas import Reservation
+    from headrace.gateway.quotas import Reservation, Scope
+    from headrace.gateway.semantic import Question
     from headrace.gateway.upstream import Target
+    from headrace.gateway.vectors import Batch
 
 Route = Literal["chat/completions", "completions", "embeddings"]
 
@@ -44,18 +45,21 @@ class RequestContext:
     # authenticate
     tenant: str = ""
     key: str = ""
-    limits: Limits = field(default_factory=Limits)
-    key_limits: Limits = field(default_factory=Limits)
+    app: str = ""
+    weight: float = 1.0  # of the tenant
+    scopes: tuple[Scope, ...] = ()  # whose limits hold: the tenant's, the app's, the key's
 
     # parse
     body: dict[str, Any] = field(default_factory=dict)
     model: str = ""  # of an upstream's, aliases and releases resolved; a route's name until that is decided
     choice: Choice | None = None  # where a route was asked for; decide makes it
+    model_scopes: tuple[Scope, ...] = ()  # whose limits hold beside those: the model's
     candidates: tuple[Target, ...] = ()  # that have the model, and may serve the version
     release: str = ""  # that was asked for, if it was one
     version: str = ""  # of it
     trial: str = ""  # that the request is part of
     candidate: bool = False  # in it
+    priority: int = 0  # lower is more urgent; no lower than the tenant may ask for
     stream: bool = False
     wants_usage: bool = False  # the client asked for the usage of its stream
     choices: int = 1  # that are asked for
@@ -69,6 +73,9 @@ class RequestContext:
 
     # cache
     cache: CacheUse = "off"
+    similarity: float | None = None  # of the question whose answer this gets
+    batch: Batch | None = None  # inputs of embeddings, and what is known of them
+    question: Question | None = None  # to be kept for others that mean the same
     fingerprint: bytes | None = None  # to be stored under
     recorded: bytes | None = None  # the upstream's answer, whole and good, for the cache
 

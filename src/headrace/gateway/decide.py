@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from headrace.gateway.intents.features import embedded
-from headrace.gateway.parse import serve_as
+from headrace.gateway.parse import read_output, serve_as
 from headrace.gateway.usage import Usage, cost
 
 if TYPE_CHECKING:
@@ -24,7 +24,11 @@ _MOST_SYSTEM = 300  # characters of a system prompt, which says what is wanted i
 
 
 async def decide(gateway: Gateway, context: RequestContext) -> None:
-    """Fill in the model, where a route was asked for; its intent's decoding goes into the body."""
+    """Fill in the model, where a route was asked for; its intent's decoding goes into the body.
+
+    What was reserved for the dearest candidate is also reserved of the chosen model's own limits. Raises
+    LimitError, or InvalidRequestError, if these have no room for it.
+    """
     choice = context.choice
     if choice is None or choice.model:
         return
@@ -36,6 +40,12 @@ async def decide(gateway: Gateway, context: RequestContext) -> None:
     choice.model, choice.reason = choice.policy.choose(options, judgement, costs)
     choice.policy.add_decoding(context.body, judgement.intent)
     serve_as(gateway, context, choice.model)
+    if context.model_scopes:
+        if not choice.names_maximum:
+            context.body.pop("max_tokens", None)  # it is our own, and the model's may be lower
+        read_output(gateway, context)
+        assert context.reservation is not None
+        gateway.quotas.extend(context.reservation, context.model_scopes)
     gateway.metrics.intent_seconds.observe(time.perf_counter() - began)
 
 

@@ -49,12 +49,17 @@ class Embedder:
     def __init__(self, gateway: Gateway, settings: EmbeddingsSettings) -> None:
         self._gateway = gateway
         self._timeout_s = settings.timeout_ms / 1000
-        self.model = gateway.config.aliases.get(settings.model, settings.model)
+        self._name = settings.model
         self._known: OrderedDict[bytes, Vectors] = OrderedDict()
         self._pending: dict[str, asyncio.Future[Vectors | None]] = {}  # asked for, or about to be
         self._gathered: list[str] = []
         self._asking: set[asyncio.Task[None]] = set()
         self._resting_until = float("-inf")
+
+    @property
+    def model(self) -> str:
+        """The upstreams' model that is asked now."""
+        return self._gateway.config.aliases.get(self._name, self._name)
 
     async def embed(self, texts: Sequence[str], *, timeout_s: float | None = None) -> Vectors | None:
         """The texts' vectors, float32 [len(texts), dimensions], each of length one.
@@ -98,7 +103,7 @@ class Embedder:
                 future.set_result(None)
 
     def _recall(self, text: str) -> Vectors | None:
-        key = _key(text)
+        key = _key(self.model, text)
         vector = self._known.get(key)
         if vector is not None:
             self._known.move_to_end(key)
@@ -132,7 +137,7 @@ class Embedder:
         finally:
             for text, vector in zip(texts, vectors, strict=True):
                 if vector is not None:
-                    self._known[_key(text)] = vector
+                    self._known[_key(self.model, text)] = vector
                 self._pending.pop(text).set_result(vector)
             while len(self._known) > _MOST_KNOWN:
                 self._known.popitem(last=False)
@@ -194,9 +199,9 @@ def vectors_of(answer: bytes, count: int) -> Vectors:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     if not np.isfinite(lengths).all() or not (lengths > 0).all():
         raise ValueError("embeddings must be finite, and none may be zero")
-    unit: Vectors = vectors / lengths
-    return unit
+    vectors /= lengths
+    return vectors
 
 
-def _key(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _key(model: str, text: str) -> bytes:
+    return hashlib.blake2b(f"{model}\0{text}".encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sqlite3
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import orjson
 
-from headrace.errors import InvalidRequestError, NotFoundError
+from headrace.errors import InvalidRequestError
+from headrace.gateway import ledger
 
 if TYPE_CHECKING:
     from headrace.gateway.gateway import Gateway
@@ -47,26 +46,9 @@ def read_feedback(body: bytes) -> Feedback:
 
 
 def give(gateway: Gateway, tenant: str, feedback: Feedback) -> None:
-    """Keep a score, once a request. Raises NotFoundError if the tenant has had no such request, and
-    InvalidRequestError if it was scored before.
+    """Keep a score. Raises NotFoundError if the tenant has had no such request, and InvalidRequestError if it
+    has its score.
     """
-    with gateway.store.transaction() as db:
-        row = db.execute(
-            "SELECT id, ended_at, release, version FROM ledger WHERE request = ? AND tenant = ? "
-            "ORDER BY id DESC LIMIT 1",
-            (feedback.request_id, tenant),
-        ).fetchone()
-        if row is None:
-            raise NotFoundError(
-                "no request with this id has ended here; send the x-request-id of one of your answers",
-                param="request_id",
-            )
-        entry, ended_at, release, version = row
-        try:
-            db.execute("INSERT INTO feedback VALUES (?, ?, ?)", (entry, time.time(), feedback.score))
-        except sqlite3.IntegrityError:
-            error = InvalidRequestError("this request has its score already", param="request_id")
-            error.status, error.code = 409, "already_scored"
-            raise error from None
-    if release:
-        gateway.releases.scored(release, version, ended_at, feedback.score)
+    answered = ledger.score(gateway.store, tenant, feedback.request_id, feedback.score)
+    if answered.release:
+        gateway.releases.scored(answered.release, answered.version, answered.ended_at, feedback.score)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from headrace.errors import ConfigError
 from headrace.gateway.admit import Admissions
+from headrace.gateway.answers import AnswerCache
 from headrace.gateway.balance import Affinity
-from headrace.gateway.cache import AnswerCache
 from headrace.gateway.config import GatewayConfig, Price
 from headrace.gateway.embedder import Embedder
 from headrace.gateway.health import keep_probing
@@ -19,6 +22,7 @@ from headrace.gateway.metrics import Metrics
 from headrace.gateway.quotas import LEASE_S, Quotas
 from headrace.gateway.relay import RetryBudget
 from headrace.gateway.releases.controller import Releases
+from headrace.gateway.semantic import SemanticCache
 from headrace.gateway.store import Store
 from headrace.gateway.upstream import Target, Upstream, targets_of
 from headrace.observe.logs import logger
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
     from headrace.gateway.context import RequestContext
 
+_LOOK_S = 0.5
 _KEEP_ALIVE_S = 4.0  # shorter than the 5 s after which uvicorn, and so vLLM, closes idle connections
 
 Phase = Literal["ok", "draining"]
@@ -37,29 +42,37 @@ Phase = Literal["ok", "draining"]
 class Gateway:
     """One gateway. ``async with`` opens its connections and starts what runs beside requests."""
 
-    def __init__(self, config: GatewayConfig, log: FilteringBoundLogger | None = None) -> None:
-        """Raises ConfigError for state that cannot be used and API keys missing in the environment."""
+    def __init__(
+        self, config: GatewayConfig, log: FilteringBoundLogger | None = None, path: Path | None = None
+    ) -> None:
+        """``path``: the file that ``config`` was read from, for it to be read again.
+
+        Raises ConfigError for state that cannot be used and API keys missing in the environment.
+        """
         self.config = config
+        self.path = path
         self.log: FilteringBoundLogger = log or logger()
         self.phase: Phase = "ok"
         self.upstreams = {
             name: Upstream(name, settings, config.health) for name, settings in config.upstreams.items()
         }
+        self._leaving: list[Upstream] = []  # removed from the configuration, with requests in hand
         self.targets: dict[str, tuple[Target, ...]] = targets_of(config, self.upstreams)
         self.store = Store(config.state)
         self.keys = Keys(self.store)
         self.quotas = Quotas(self.store)
         self.cache = AnswerCache(config.state, config.cache) if config.cache.enabled else None
-        self.embedder = Embedder(self, config.embeddings) if config.embeddings is not None else None
         self.routes = policies(config)
         self.live: set[RequestContext] = set()
         self.admissions = Admissions(config.admission)
         self.affinity = Affinity()
         self.retry_budget = RetryBudget(config.retries.budget)
-        self.metrics = Metrics(self.upstreams.values(), self.admissions)
+        self.metrics = Metrics(self._all_upstreams, self.admissions)
         self.releases = Releases(self.store, config.releases, self.metrics, self.log)
+        self.embedder, self.semantic = self._embedding(config)
         self._session: aiohttp.ClientSession | None = None
-        self._beside: list[asyncio.Task[None]] = []
+        self._beside: set[asyncio.Task[None]] = set()
+        self._probing: dict[Upstream, asyncio.Task[None]] = {}
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -68,32 +81,108 @@ class Gateway:
         return self._session
 
     async def __aenter__(self) -> Gateway:
+        self._session = self._new_session()
+        for work in (self._renew_leases(), self.releases.keep_deciding()):
+            self._beside.add(asyncio.create_task(work))
+        self._probe()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [*self._beside, *self._probing.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await _close(self.semantic, self.embedder)
+        await self.session.close()
+        if self.cache is not None:
+            self.cache.close()
+        self.store.close()
+
+    def reload(self, config: GatewayConfig) -> None:
+        """Go by another configuration from the next request on. Those under way end as they began.
+
+        Raises ConfigError, and stays as it was, if something in it needs a restart, an API key is missing, or
+        it lacks a version that a release needs, or a classifier that can be read.
+        """
+        for name in ("state", "host", "port", "admin"):
+            if getattr(config, name) != getattr(self.config, name):
+                raise ConfigError(f"`{name}` cannot change while the gateway runs: restart it for that")
+        if config.cache.enabled != self.config.cache.enabled:
+            raise ConfigError("`cache.enabled` cannot change while the gateway runs: restart it for that")
+        fresh = {name: Upstream(name, at, config.health) for name, at in config.upstreams.items()}
+        old, new = (self.embedder, self.semantic), (self.embedder, self.semantic)
+        if (config.embeddings, config.cache) != (self.config.embeddings, self.config.cache):
+            new = self._embedding(config)
+        routes = policies(config)
+        self.releases.configure(config.releases)
+        # from here on nothing can fail
+        self.routes = routes
+        before, grows = self.upstreams, self._most_connections(fresh) > self._most_connections(self.upstreams)
+        self.upstreams = {name: _successor(before.get(name), new) for name, new in fresh.items()}
+        self._leaving += [old for old in before.values() if old not in self.upstreams.values()]
+        self.targets = targets_of(config, self.upstreams)
+        self.config = config
+        self.admissions.configure(config.admission)
+        self.retry_budget.share = config.retries.budget
+        if self.cache is not None:
+            self.cache.configure(config.cache)
+        self.embedder, self.semantic = new
+        if old != new:
+            self._beside.add(asyncio.create_task(_close(old[1], old[0])))
+        if self._session is not None:
+            self._probe()
+            if grows:
+                closing = asyncio.create_task(self._close_when_unused(self._session))
+                self._beside.add(closing)
+                closing.add_done_callback(self._beside.discard)
+                self._session = self._new_session()
+
+    def _most_connections(self, upstreams: Mapping[str, Upstream]) -> int:
+        return max(upstream.config.max_connections for upstream in upstreams.values())
+
+    def _new_session(self) -> aiohttp.ClientSession:
         import aiohttp
 
-        most = max(upstream.config.max_connections for upstream in self.upstreams.values())
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=most, keepalive_timeout=_KEEP_ALIVE_S),
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                limit_per_host=self._most_connections(self.upstreams),
+                keepalive_timeout=_KEEP_ALIVE_S,
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
             trust_env=False,
             read_bufsize=2**18,
         )
-        self._beside = [
-            asyncio.create_task(work) for work in (self._renew_leases(), self.releases.keep_deciding())
-        ]
-        self._beside += [asyncio.create_task(keep_probing(self, up)) for up in self.upstreams.values()]
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._beside:
-            task.cancel()
-        await asyncio.gather(*self._beside, return_exceptions=True)
-        if self.embedder is not None:
-            await self.embedder.aclose()
-        await self.session.close()
-        if self.cache is not None:
-            self.cache.close()
-        self.store.close()
+    async def _close_when_unused(self, session: aiohttp.ClientSession) -> None:
+        users = set(self.live)
+        try:
+            while users & self.live:
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            await session.close()
+
+    def _probe(self) -> None:
+        """Have one task for each upstream that asks whether it lives."""
+        for upstream in self._probing.keys() - set(self.upstreams.values()):
+            self._probing.pop(upstream).cancel()
+        for upstream in self.upstreams.values():
+            if upstream not in self._probing:
+                self._probing[upstream] = asyncio.create_task(keep_probing(self, upstream))
+
+    def _all_upstreams(self) -> list[Upstream]:
+        self._leaving = [upstream for upstream in self._leaving if upstream.in_flight]
+        return [*self.upstreams.values(), *self._leaving]
+
+    def _embedding(self, config: GatewayConfig) -> tuple[Embedder | None, SemanticCache | None]:
+        """What works with embeddings of the gateway's own. Raises ConfigError if usearch is missing."""
+        if config.embeddings is None:
+            return None, None
+        embedder = Embedder(self, config.embeddings)
+        if self.cache is None or config.cache.semantic is None:
+            return embedder, None
+        return embedder, SemanticCache(self.cache, embedder, config.cache.semantic, self.metrics, self.log)
 
     def targets_behind(self, name: str) -> tuple[Target, ...]:
         """Where a model is served, or any version of a release."""
@@ -128,3 +217,18 @@ class Gateway:
             await asyncio.sleep(LEASE_S / 3)
             with contextlib.suppress(sqlite3.Error):  # the next time is in time still
                 self.quotas.renew()
+
+
+async def _close(semantic: SemanticCache | None, embedder: Embedder | None) -> None:
+    if semantic is not None:
+        await semantic.aclose()
+    if embedder is not None:
+        await embedder.aclose()
+
+
+def _successor(old: Upstream | None, new: Upstream) -> Upstream:
+    """``old`` with the settings of ``new`` if it is the same endpoint: its health and work stay known."""
+    if old is None or (old.config.url, old.config.kind) != (new.config.url, new.config.kind):
+        return new
+    old.become(new)
+    return old

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -19,7 +19,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 class Metrics:
     """The collectors of one gateway."""
 
-    def __init__(self, upstreams: Iterable[Upstream], admissions: Admissions) -> None:
+    def __init__(self, upstreams: Callable[[], Iterable[Upstream]], admissions: Admissions) -> None:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -28,7 +28,16 @@ class Metrics:
         self.requests = counter("requests", "Requests that ended.", "tenant", "model", "outcome")
         self.tokens = counter("tokens", "Tokens that upstreams used.", "tenant", "model", "kind")
         self.cost = counter("cost_usd", "What they cost, in dollars.", "tenant", "model")
-        self.cache = counter("cache", "Requests by what the exact cache did.", "result")
+        self.cache = counter("cache", "Requests by what the caches did.", "result")
+        self.semantic = counter("semantic_lookups", "Questions by what the semantic cache found.", "result")
+        self.semantic_checks = counter(
+            "semantic_checks", "Kept answers compared with fresh ones.", "candidate", "result"
+        )
+        self.semantic_learning = Gauge(
+            "headrace_gateway_semantic_learning",
+            "Fresh answers that are being compared and kept.",
+            registry=self.registry,
+        )
         self.refusals = counter("refusals", "Requests answered with an error.", "status")
         self.failures = counter("upstream_failures", "Attempts that failed.", "upstream", "reason")
         self.retries = counter("retries", "Attempts after the first one.")
@@ -72,7 +81,7 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.registry.register(_Now(list(upstreams), admissions))
+        self.registry.register(_Now(upstreams, admissions))
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -82,7 +91,7 @@ class Metrics:
 class _Now(Collector):
     """Reads what is under way when asked; holds no counts of its own."""
 
-    def __init__(self, upstreams: list[Upstream], admissions: Admissions) -> None:
+    def __init__(self, upstreams: Callable[[], Iterable[Upstream]], admissions: Admissions) -> None:
         self._upstreams = upstreams
         self._admissions = admissions
 
@@ -95,7 +104,7 @@ class _Now(Collector):
         requests = _gauge("upstream_requests", "Requests that an upstream works on.")
         tokens = _gauge("upstream_tokens", "Their tokens, estimated.")
         share = _gauge("upstream_share", "Share of its weight that an upstream gets; 0 = ejected.")
-        for upstream in self._upstreams:
+        for upstream in self._upstreams():
             requests.add_metric([upstream.name], upstream.in_flight)
             tokens.add_metric([upstream.name], upstream.outstanding_tokens)
             share.add_metric([upstream.name], upstream.health.share())

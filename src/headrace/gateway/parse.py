@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from headrace.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, NotAllowedError
 from headrace.gateway.intents.policy import Choice
+from headrace.gateway.quotas import Scope
 from headrace.gateway.usage import prompt_estimate
 
 if TYPE_CHECKING:
-    from headrace.gateway.config import Limits
+    from headrace.gateway.config import GatewayConfig
     from headrace.gateway.context import RequestContext
     from headrace.gateway.gateway import Gateway
     from headrace.gateway.intents.policy import Policy
 
+PRIORITY = "x-headrace-priority"
 _INPUTS = {"chat/completions": "messages", "completions": "prompt", "embeddings": "input"}
 _MOST_CHOICES = 128
 _MOST_TOKENS = 2**31
@@ -36,6 +39,7 @@ async def parse(gateway: Gateway, context: RequestContext) -> None:
     if not isinstance(asked, str) or not asked:
         raise InvalidRequestError("`model`: name the model, as a string", param="model")
     _model(gateway, context, asked)
+    context.priority = _priority(gateway, context)
     name = _INPUTS[context.route]
     if not isinstance(body.get(name), list if name == "messages" else (str, list)) or not body[name]:
         kinds = "a list of messages" if name == "messages" else "a string or a list"
@@ -53,7 +57,7 @@ async def parse(gateway: Gateway, context: RequestContext) -> None:
         raise InvalidRequestError("`stream_options`: an object", param="stream_options")
     context.stream = bool(stream)
     context.wants_usage = bool((options or {}).get("include_usage"))
-    _read_output(gateway, context)
+    read_output(gateway, context)
 
 
 def _model(gateway: Gateway, context: RequestContext, asked: str) -> None:
@@ -78,9 +82,25 @@ def serve_as(gateway: Gateway, context: RequestContext, name: str) -> None:
         version = gateway.releases.choose(context, name)
         model, upstreams = version.model, version.upstreams
     context.model = model
+    context.model_scopes = _model_scopes(gateway.config, context.tenant, model)
     context.candidates = tuple(
         target for target in gateway.targets[model] if upstreams is None or target.upstream.name in upstreams
     )
+
+
+def _model_scopes(config: GatewayConfig, tenant: str, model: str) -> tuple[Scope, ...]:
+    found = []
+    if limits := config.model_limits.get(model):
+        found.append(Scope(f"model:{model}", limits))
+    of_tenant = config.tenants.get(tenant)
+    if of_tenant is not None and (limits := of_tenant.model_limits.get(model)):
+        found.append(Scope(share_scope(tenant, model), limits))
+    return tuple(found)
+
+
+def share_scope(tenant: str, model: str) -> str:
+    """The name under which a tenant's use of a model is counted."""
+    return f"share:{tenant}|{model}"
 
 
 def _enter(gateway: Gateway, context: RequestContext, asked: str, policy: Policy) -> None:
@@ -91,7 +111,8 @@ def _enter(gateway: Gateway, context: RequestContext, asked: str, policy: Policy
     wanted = policy.override(context.headers)
     if not options or (wanted is not None and wanted not in options):
         raise NotAllowedError(f"this key may not use the model `{wanted or asked}`", param="model")
-    context.choice = choice = Choice(policy, options)
+    named = any(context.body.get(field) is not None for field in ("max_tokens", "max_completion_tokens"))
+    context.choice = choice = Choice(policy, options, names_maximum=named)
     if wanted is not None:
         choice.model, choice.reason = wanted, "override"
         serve_as(gateway, context, wanted)
@@ -110,11 +131,32 @@ def options_of(context: RequestContext, asked: str, policy: Policy) -> tuple[str
 
 def may_use(context: RequestContext, *names: str) -> bool:
     """Whether tenant and key may use what goes by these names, under one of them."""
-    every = (context.limits.models, context.key_limits.models)
+    every = [scope.limits.models for scope in context.scopes]
     return all(models is None or not models.isdisjoint(names) for models in every)
 
 
-def _read_output(gateway: Gateway, context: RequestContext) -> None:
+def _priority(gateway: Gateway, context: RequestContext) -> int:
+    """What the header or the field asks for, within what the tenant may. The field is set to what holds."""
+    asked = context.body.get("priority")
+    given = context.headers.get(PRIORITY)
+    if given is not None:
+        if not re.fullmatch(r"-?[0-9]{1,9}", given):
+            raise InvalidRequestError(f"`{PRIORITY}`: a whole number; lower is more urgent", param=PRIORITY)
+        asked = int(given)
+    if asked is not None and (type(asked) is not int or abs(asked) >= _MOST_TOKENS):
+        raise InvalidRequestError("`priority`: a whole number; lower is more urgent", param="priority")
+    tenant = gateway.config.tenants.get(context.tenant)
+    priority: int = max(asked or 0, tenant.most_urgent if tenant is not None else 0)
+    if "priority" in context.body:
+        context.body["priority"] = priority
+    return priority
+
+
+def read_output(gateway: Gateway, context: RequestContext) -> None:
+    """Fill in choices and output tokens, within what tenant, key and model may have.
+
+    Raises InvalidRequestError, or ContextLengthError.
+    """
     body = context.body
     choices = _count(body, "n", _MOST_CHOICES) or 1
     if context.route == "completions":
@@ -147,8 +189,8 @@ def _check_limits(context: RequestContext, output: int, asked: int) -> None:
 
 
 def _least(context: RequestContext, name: str) -> int | None:
-    both: list[Limits] = [context.limits, context.key_limits]
-    given = [value for limits in both if (value := getattr(limits, name)) is not None]
+    scopes = (*context.scopes, *context.model_scopes)
+    given = [value for scope in scopes if (value := getattr(scope.limits, name)) is not None]
     return min(given, default=None)
 
 

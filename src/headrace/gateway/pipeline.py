@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headrace.errors import HeadraceError
 from headrace.gateway.admit import admit
 from headrace.gateway.authenticate import authenticate
-from headrace.gateway.cache import look_up
+from headrace.gateway.cache import complete, look_up
 from headrace.gateway.decide import decide
 from headrace.gateway.parse import parse
 from headrace.gateway.relay import relay
@@ -33,6 +33,7 @@ async def answer(gateway: Gateway, context: RequestContext) -> None:
             await decide(gateway, context)
             await route(gateway, context)
             await relay(gateway, context)  # balance chooses for each of its attempts
+            complete(context)
         if isinstance(context.answer, bytes):  # of a stream, only its end tells
             context.outcome = "ok"
             await settle(gateway, context)

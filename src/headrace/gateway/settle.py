@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from headrace.gateway.authenticate import OWN_TENANT
-from headrace.gateway.ledger import Entry, append
+from headrace.gateway.cache import keep
+from headrace.gateway.ledger import FREE, Entry, append
 from headrace.gateway.usage import Usage, cost
 
 if TYPE_CHECKING:
@@ -29,14 +30,13 @@ async def settle(gateway: Gateway, context: RequestContext) -> None:
         gateway.releases.note(context)
         if context.admitted:
             gateway.admissions.leave()
-        if gateway.cache is not None and context.fingerprint is not None:
-            gateway.cache.land(context.fingerprint, context.recorded if context.outcome == "ok" else None)
+        keep(gateway, context)
 
 
 def _record(gateway: Gateway, context: RequestContext) -> None:
     assert context.reservation is not None
     usage = context.usage or Usage()
-    charged = usage if context.cache != "hit" else Usage()  # hits cost nothing
+    charged = usage if context.cache not in FREE else Usage()
     if context.target is not None:
         context.nano_usd = cost(context.target.served.price, charged)
     entry = Entry(
@@ -55,6 +55,7 @@ def _record(gateway: Gateway, context: RequestContext) -> None:
         estimated=usage.estimated,
         nano_usd=context.nano_usd,
         duration_ms=round((time.monotonic() - context.began) * 1000),
+        app=context.app,
         release=context.release,
         version=context.version,
         baseline_nano_usd=_baseline(gateway, context, usage),
@@ -70,7 +71,7 @@ def _record(gateway: Gateway, context: RequestContext) -> None:
     metrics.tokens.labels(*names, "prompt").inc(charged.prompt)
     metrics.tokens.labels(*names, "completion").inc(charged.completion)
     metrics.cost.labels(*names).inc(context.nano_usd / 1e9)
-    answered = "cache" if context.cache not in ("miss", "off") else "upstream"
+    answered = "cache" if context.cache in FREE else "upstream"
     metrics.baseline.labels(*names, answered).inc(entry.baseline_nano_usd / 1e9)
     if context.choice is not None and context.choice.model:
         name, judgement = context.choice.policy.name, context.choice.judgement

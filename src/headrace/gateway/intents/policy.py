@@ -35,7 +35,8 @@ _SAMPLING = (
 
 @dataclass(slots=True)
 class Choice:
-    """A request's way through a route. ``options``: the candidates that its key may use.
+    """A request's way through a route. ``options``: the candidates that its key may use. ``names_maximum``:
+    the client said how long the answer may be.
 
     ``cache_key``: of all that the choice follows from beside the request; None while a release among them is
     on trial, because then equal requests may get different versions.
@@ -45,6 +46,7 @@ class Choice:
 
     policy: Policy
     options: tuple[str, ...]
+    names_maximum: bool = False
     cache_key: str | None = None
     model: str = ""
     reason: Reason | None = None

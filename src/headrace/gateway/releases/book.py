@@ -97,10 +97,8 @@ class ReleaseBook:
 
     @staticmethod
     def _read(db: sqlite3.Connection, name: str, release: Release) -> ReleaseState:
-        row = db.execute("SELECT state FROM releases WHERE name = ?", (name,)).fetchone()
-        if row is None:
-            return ReleaseState(release.first)
         try:
-            return _decode(row[0])
-        except msgspec.MsgspecError as error:
+            row = db.execute("SELECT state FROM releases WHERE name = ?", (name,)).fetchone()
+            return ReleaseState(release.first) if row is None else _decode(row[0])
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise ConfigError(f"the state of the release {name} cannot be read: {error}") from None

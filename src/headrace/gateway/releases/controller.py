@@ -63,7 +63,7 @@ class Releases:
         """The version that serves a request; fills in release, version and trial."""
         release, state = self[name]
         trial, candidate = state.trial, False
-        if trial is not None and trial.candidate in release.versions:
+        if trial is not None:
             candidate = _place(context, trial) * 100 < trial.weight
             context.trial, context.candidate = trial.id, candidate
         context.release, context.version = name, state.version(candidate=candidate)
@@ -71,19 +71,8 @@ class Releases:
 
     def note(self, context: RequestContext) -> None:
         """A request has ended: remember how, if it was part of a trial and an upstream was to answer it."""
-        if not context.trial or not context.targets or context.outcome == "cancelled":
-            return
-        now, failed = time.monotonic(), context.outcome != "ok"
-        e2e_s = ttft_s = tpot_s = None
-        if not failed:
-            e2e_s = now - context.began
-            if context.first_token_at is not None:
-                ttft_s = context.first_token_at - context.began
-                tokens = context.usage.completion if context.usage is not None else 0
-                if tokens > 1:
-                    tpot_s = (now - context.first_token_at) / (tokens - 1)
-        outcome = Outcome(context.candidate, failed, ttft_s, tpot_s, e2e_s)
-        self._keep(context.release, context.trial, outcome)
+        if context.trial and context.targets:
+            self._keep(context.release, context.trial, _outcome(context))
 
     def scored(self, release: str, version: str, ended_at: float, score: float) -> None:
         """A client has judged an answer that ended then: it counts if its version was on trial by then."""
@@ -123,10 +112,10 @@ class Releases:
     def _tick(self, name: str, release: Release) -> ReleaseState:
         state = self.book.read(name, release)
         states.check(name, release, state)
-        if state.trial is None:
+        outcomes = self._outcomes.get(name, [])
+        if state.trial is None or not (outcomes or states.is_due(release, state.trial, time.time())):
             self._outcomes.pop(name, None)
             return state
-        outcomes = self._outcomes.get(name, [])
 
         def learn(state: ReleaseState, now: float) -> Event | None:
             trial = state.trial
@@ -153,6 +142,18 @@ class Releases:
                 candidate = state.trial is not None and version == state.trial.candidate
                 share = given if candidate else 100 - given if version == state.stable else 0.0
                 weights.labels(name, version).set(share)
+
+
+def _outcome(context: RequestContext) -> Outcome:
+    now, candidate, first = time.monotonic(), context.candidate, context.first_token_at
+    e2e_s, ttft_s = now - context.began, None if first is None else first - context.began
+    if context.outcome == "cancelled":
+        return Outcome(candidate, ttft_s=e2e_s if context.stream and first is None else None, e2e_s=e2e_s)
+    if context.outcome != "ok":
+        return Outcome(candidate, failed=True)
+    tokens = context.usage.completion if context.usage is not None else 0
+    tpot_s = (now - first) / (tokens - 1) if first is not None and tokens > 1 else None
+    return Outcome(candidate, False, ttft_s, tpot_s, e2e_s)
 
 
 def _place(context: RequestContext, trial: Trial) -> float:

@@ -10,6 +10,33 @@ from headrace.gateway.releases.state import LATENCIES, MEASURES, ReleaseState, T
 
 
 @dataclass(frozen=True, slots=True)
+class Summary:
+    """What serves a release, and what is on trial with how many percent."""
+
+    release: str
+    stable: str
+    previous: str | None
+    trial: str | None
+    candidate: str | None
+    weight: float | None
+    versions: list[str]
+
+
+def summary(name: str, release: Release, state: ReleaseState) -> Summary:
+    """A release in one line."""
+    trial = state.trial
+    return Summary(
+        release=name,
+        stable=state.stable,
+        previous=state.previous,
+        trial=trial.kind if trial is not None else None,
+        candidate=trial.candidate if trial is not None else None,
+        weight=trial.weight if trial is not None else None,
+        versions=list(release.versions),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Side:
     """One version in a trial. Latencies in seconds, at the watched percentile and the median."""
 

@@ -8,6 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator, model_validator
 
 from headrace.gateway.fields import Count, Name, Positive, Strict
+from headrace.yaml_file import FieldError
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -31,6 +32,16 @@ class Tolerated(Strict):
     score: Share = 0.02
 
 
+class Slo(Strict):
+    """Latencies in seconds that are good enough, at the watched percentile. Of those that are named, being
+    slower than the stable version is no regression as long as they are kept.
+    """
+
+    ttft_s: Positive | None = None
+    tpot_s: Positive | None = None
+    e2e_s: Positive | None = None
+
+
 class Canary(Strict):
     """How a candidate takes over: ``steps`` in percent of the requests, the last one all of them.
 
@@ -45,6 +56,7 @@ class Canary(Strict):
     percentile: Annotated[float, Field(ge=50, lt=100)] = 95.0
     alpha: Annotated[float, Field(gt=0, le=0.5)] = 0.05
     tolerated: Tolerated = Tolerated()
+    slo: Slo = Slo()
     give_up_s: Positive = 86_400.0
 
     @field_validator("steps")
@@ -65,7 +77,8 @@ class Release(Strict):
     @model_validator(mode="after")
     def _stable_exists(self) -> Self:
         if self.stable is not None and self.stable not in self.versions:
-            raise ValueError(f"stable: {self.stable} is none of the versions {', '.join(self.versions)}")
+            versions = ", ".join(self.versions)
+            raise FieldError(f"{self.stable} is none of the versions {versions}", "stable")
         return self
 
     @property

@@ -26,7 +26,10 @@ What = Literal["started", "advanced", "promoted", "rolled_back"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one request of a trial's ended. ``score``: 0 (bad) to 1, alone in its outcome."""
+    """How one request of a trial's ended. ``score``: 0 (bad) to 1, alone in its outcome.
+
+    ``failed`` is None for a request that its client gave up: it would have taken longer than the seconds say.
+    """
 
     candidate: bool
     failed: bool | None = None
@@ -53,7 +56,8 @@ class Variant(msgspec.Struct):
 class Trial(msgspec.Struct):
     """A candidate beside the stable version. Times are seconds since 1970.
 
-    ``thresholds``: of latencies, in seconds; fixed once the stable version has shown enough of itself.
+    ``thresholds``: of latencies, in seconds; fixed by an SLO, or once the stable version has shown enough of
+    itself. ``slos``: the names of those by an SLO.
     """
 
     id: str
@@ -68,6 +72,7 @@ class Trial(msgspec.Struct):
     stable_seen: Variant = msgspec.field(default_factory=Variant)
     candidate_seen: Variant = msgspec.field(default_factory=Variant)
     thresholds: dict[str, float] = msgspec.field(default_factory=dict)
+    slos: list[str] = msgspec.field(default_factory=list)
     evidence: dict[str, Evidence] = msgspec.field(
         default_factory=lambda: {name: Evidence() for name in MEASURES}
     )
@@ -134,6 +139,10 @@ def start(
     kind: Kind = "canary" if ab is None else "ab"
     weight = release.canary.steps[0] if ab is None else ab
     state.trial = Trial(trial, kind, state.stable, version, weight, now, now)
+    if ab is None:
+        slo = {name: getattr(release.canary.slo, f"{name}_s") for name in LATENCIES}
+        state.trial.thresholds = {name: seconds for name, seconds in slo.items() if seconds is not None}
+        state.trial.slos = list(state.trial.thresholds)
     if weight >= 100:
         return promote(name, release, state, None, now=now, why="its only step is all requests")
     return Event("started", version, f"{KIND[kind]} with {weight:g}% of the requests")
@@ -196,17 +205,19 @@ def learn(trial: Trial, outcomes: Iterable[Outcome], settings: Canary) -> None:
         side = int(outcome.candidate)
         if outcome.score is not None:
             blocks["score"][side].add(1 - outcome.score)
-        if outcome.failed is None:
-            continue
-        seen.requests += 1
-        trial.step_requests += outcome.candidate
-        blocks["failed"][side].add(float(outcome.failed))
+        if outcome.failed is not None:
+            seen.requests += 1
+            trial.step_requests += outcome.candidate
+            blocks["failed"][side].add(float(outcome.failed))
         for name in LATENCIES:
             if (seconds := outcome.seconds(name)) is None:
                 continue
             threshold = trial.thresholds.get(name)
+            allowed = tolerated if outcome.candidate and name not in trial.slos else 1.0
+            scaled = seconds / allowed
+            if outcome.failed is None and (threshold is None or scaled <= threshold):
+                continue  # nobody knows whether it would have been in time
             if threshold is not None:
-                scaled = seconds / tolerated if outcome.candidate else seconds
                 blocks[name][side].add(float(scaled > threshold))
             seen.latencies[name].add(seconds)
     for name, (stable, candidate) in blocks.items():
@@ -219,10 +230,16 @@ def learn(trial: Trial, outcomes: Iterable[Outcome], settings: Canary) -> None:
             trial.thresholds[name] = threshold
 
 
+def is_due(release: Release, trial: Trial, now: float) -> bool:
+    """Whether time alone may change what :func:`decide` says."""
+    settings = release.canary
+    return now - trial.step_at >= settings.hold_s or now - trial.started_at >= settings.give_up_s
+
+
 def decide(name: str, release: Release, state: ReleaseState, *, now: float) -> Event | None:
     """What a canary's evidence asks for: back, one step on, all the way, or nothing yet."""
     trial, settings = state.trial, release.canary
-    if trial is None or trial.kind != "canary" or trial.candidate not in release.versions:
+    if trial is None or trial.kind != "canary":
         return None
     enough = math.log(len(MEASURES) / settings.alpha)  # Bonferroni: any of the measures may raise the alarm
     for measure in MEASURES:
@@ -255,6 +272,11 @@ def worse(trial: Trial, measure: str, settings: Canary) -> str:
     if measure in LATENCIES:
         ours = trial.candidate_seen.latencies[measure].percentile(settings.percentile)
         theirs = trial.stable_seen.latencies[measure].percentile(settings.percentile)
+        if measure in trial.slos:
+            if ours is None or ours <= trial.thresholds[measure]:
+                return ""
+            slo = trial.thresholds[measure]
+            return f"{measure.upper()} p{settings.percentile:g} is {ours:.4g} s, over the SLO of {slo:g} s"
         if ours is None or theirs is None or ours <= theirs * (1 + tolerated.latency):
             return ""
         return f"{measure.upper()} p{settings.percentile:g} is {ours:.4g} s, of {trial.stable} {theirs:.4g} s"
