@@ -239,18 +239,11 @@ class GatewayConfig(Strict):
             for version, settings in release.versions.items():
                 self._served(settings, "releases", name, "versions", version)
         known |= self.releases.keys()
-        for name, route in self.routes.items():
-            if name in known:
-                raise FieldError(f"{name} is the name of a model or release already", "routes", name)
-            for candidate in sorted(route.candidates.keys() - known):
-                at = "routes", name, "candidates", candidate
-                raise FieldError(f"{candidate} is a model that no upstream has", *at)
+        self._check_routes(known)
         known |= self.routes.keys()
         for alias, target in self.aliases.items():
             if alias in known:
-                raise FieldError(
-                    f"{alias} is the name of a model, release or route already", "aliases", alias
-                )
+                raise FieldError(f"{alias} is the name of a model, release or route", "aliases", alias)
             if target not in known:
                 raise FieldError(f"{alias} stands for {target}, which no upstream has", "aliases", alias)
         if self.embeddings is not None:
@@ -272,6 +265,15 @@ class GatewayConfig(Strict):
                 self._check_models(name_of_app, app.limits, *where, "limits")
                 self._check_models(name_of_app, app.key_limits or Limits(), *where, "key_limits")
         return self
+
+    def _check_routes(self, known: frozenset[str]) -> None:
+        for name, route in self.routes.items():
+            if name in known:
+                raise FieldError(f"{name} is the name of a model or release already", "routes", name)
+            for model in sorted(route.candidates.keys() - known):
+                raise FieldError(
+                    f"{model} is a model that no upstream has", "routes", name, "candidates", model
+                )
 
     def _check_models(self, who: str, limits: Limits, *at: str) -> None:
         known = self.models | self.aliases.keys() | self.releases.keys() | self.routes.keys()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from headrace.errors import ModelNotFoundError
 from headrace.gateway.intents.features import embedded
 from headrace.gateway.parse import read_output, serve_as
 from headrace.gateway.usage import Usage, cost
@@ -35,6 +36,8 @@ async def decide(gateway: Gateway, context: RequestContext) -> None:
     began = time.perf_counter()
     judgement = choice.judgement = await _judge(gateway, context, choice.policy.classifier)
     options = _able(gateway, context, choice.options)
+    if not options:  # the configuration was reloaded while it waited
+        raise ModelNotFoundError(f"the route `{choice.policy.name}` has other models now; ask again")
     most = Usage(context.prompt_tokens, context.output_tokens)
     costs = {name: max(cost(price, most) for price in gateway.prices(name)) for name in options}
     choice.model, choice.reason = choice.policy.choose(options, judgement, costs)
@@ -103,8 +106,10 @@ def _able(gateway: Gateway, context: RequestContext, options: tuple[str, ...]) -
         return (target.served.context or needed) >= needed
 
     def up(target: Target) -> bool:
-        return target.upstream.health.share() > 0 and not target.upstream.health.resting()
+        upstream = target.upstream
+        return not upstream.drained and upstream.health.share() > 0 and not upstream.health.resting()
 
+    options = tuple(name for name in options if gateway.targets_behind(name))
     fit = tuple(name for name in options if any(map(roomy, gateway.targets_behind(name))))
     now = tuple(
         name for name in fit if any(roomy(target) and up(target) for target in gateway.targets_behind(name))

@@ -109,11 +109,11 @@ class Gateway:
                 raise ConfigError(f"`{name}` cannot change while the gateway runs: restart it for that")
         if config.cache.enabled != self.config.cache.enabled:
             raise ConfigError("`cache.enabled` cannot change while the gateway runs: restart it for that")
+        routes = policies(config)
         fresh = {name: Upstream(name, at, config.health) for name, at in config.upstreams.items()}
         old, new = (self.embedder, self.semantic), (self.embedder, self.semantic)
         if (config.embeddings, config.cache) != (self.config.embeddings, self.config.cache):
             new = self._embedding(config)
-        routes = policies(config)
         self.releases.configure(config.releases)
         # from here on nothing can fail
         self.routes = routes
@@ -185,9 +185,9 @@ class Gateway:
         return embedder, SemanticCache(self.cache, embedder, config.cache.semantic, self.metrics, self.log)
 
     def targets_behind(self, name: str) -> tuple[Target, ...]:
-        """Where a model is served, or any version of a release."""
+        """Where a model is served, or any version of a release; nowhere once the configuration lacks it."""
         if name not in self.config.releases:
-            return self.targets[name]
+            return self.targets.get(name, ())
         versions = self.config.releases[name].versions.values()
         found = [
             target

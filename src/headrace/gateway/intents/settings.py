@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from headrace.gateway.fields import Name, Strict
 from headrace.gateway.intents.examples import INTENT
+from headrace.yaml_file import FieldError
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Intent = Annotated[str, Field(pattern=f"^{INTENT.pattern}$")]
@@ -68,7 +69,7 @@ class Route(Strict):
         for role in ("small", "large"):
             name = getattr(self, role)
             if name is not None and name not in self.candidates:
-                raise ValueError(f"{role}: {name} is none of the candidates {', '.join(self.candidates)}")
+                raise FieldError(f"{name} is none of the candidates {', '.join(self.candidates)}", role)
         return self
 
     @property

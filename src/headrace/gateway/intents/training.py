@@ -18,7 +18,7 @@ from headrace.gateway.intents.examples import Example, folds
 from headrace.gateway.intents.features import NAMES, Floats, features
 
 _FOLDS = 5
-_PENALTIES = (0.003, 0.01, 0.03, 0.1, 0.3)
+_PENALTIES = (0.003, 0.01, 0.03, 0.1)
 _STEPS = 150
 _LEAST_SCALE = 1e-3
 
@@ -82,7 +82,6 @@ def _head(
     difficulty, bias = np.zeros(0), 0.0
     if known.any():  # a logistic regression onto a share is the same with two outputs
         two = np.stack([1 - hard[known], hard[known]], axis=1)
-        penalty, _ = _validated(inputs[known], two, fold[known])
         of_two = _fit(inputs[known], two, penalty, like=fit)
         difficulty = of_two.weights[:, 1] - of_two.weights[:, 0]
         bias = float(of_two.bias[1] - of_two.bias[0])
@@ -122,7 +121,8 @@ def _fit(inputs: Floats, wanted: Doubles, penalty: float, like: _Fit | None = No
     mean = inputs.mean(0) if like is None else like.mean
     scale = np.maximum(inputs.std(0), _LEAST_SCALE) if like is None else like.scale
     x = standardised(inputs, mean, scale).astype(np.float64)
-    curvature = 0.5 * float(np.linalg.norm(x, 2)) ** 2 / len(x) + penalty  # softmax's is at most one half
+    # softmax's own curvature is at most one half
+    curvature = 0.5 * float(np.linalg.eigvalsh(x.T @ x)[-1]) / len(x) + penalty
     ratio = (penalty / curvature) ** 0.5
     momentum = (1 - ratio) / (1 + ratio)
     weights = ahead = np.zeros((x.shape[1], wanted.shape[1]))
