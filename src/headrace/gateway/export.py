@@ -17,7 +17,7 @@ from headrace.gateway.ledger import Entry
 from headrace.gateway.store import Store
 
 _BATCH = 10_000  # rows in memory, and in a row group of Parquet's
-_TYPES = {"float": "float64", "float | None": "float64", "int": "int64", "bool": "bool"}
+_TYPES = {"float": "float64", "float | None": "float64", "int": "int64", "bool": "bool_"}
 
 Row = tuple[Any, ...]
 
