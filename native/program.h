@@ -49,7 +49,7 @@ struct Instruction {  // mirrored by headrace/backend/cpu/instruction.py, sizes 
   Operand in, out, out2, weight, weight2;
   int64_t in_stride = 0;   // bytes between rows of in
   int64_t out_stride = 0;  // bytes between rows of out
-  int64_t kv_offset = 0;   // bytes from the start of a block to this layer's part
+  int64_t kv_offset = 0;   // bytes that a block's parts of the layers before take
   WeightFormat format{};
   int32_t i0 = 0, i1 = 0, i2 = 0, i3 = 0;
   int32_t heads = 0, kv_heads = 0, head_dim = 0, window = 0;
@@ -108,6 +108,15 @@ class Program {
   struct Tiles {  // how a matrix is divided: chunks of so many tiles
     int chunk, chunks;
   };
+  struct Partitions {  // of the context that a unit sees
+    int first, count;
+    size_t state_floats;
+  };
+  struct Ahead {  // weights of a matmul that a thread will read, not asked for yet; whole cache lines
+    size_t matmul;
+    const uint8_t *next, *end;
+    bool ask(size_t bytes);
+  };
   struct alignas(64) Claim {
     std::atomic<int32_t> next{0};
   };
@@ -123,11 +132,15 @@ class Program {
   void step(const Instruction& in, size_t index, int thread, const BatchView& batch,
             const ResultView& result);
   void matmul(const Instruction& in, Claim* claims, int thread, int rows);
-  void warm(size_t index, int thread, const BatchView& batch) const;
+  Ahead weights_ahead(size_t index, int thread, const BatchView& batch) const;
   void attention(const Instruction& in, Claim& claim, int thread, const BatchView& batch);
+  Partitions partitions(const Instruction& in, const Unit& unit, const BatchView& batch) const;
+  bool splits(const Instruction& in, const std::vector<Unit>& units, const BatchView& batch) const;
   void pool(const Instruction& in, Claim& claim, const BatchView& batch);
   void sample(const Instruction& in, Claim& claim, int thread, const BatchView& batch,
               const ResultView& result);
+  int64_t blocks(int group) const { return (sizes_[kKv + group] - 64) / limits_.block_bytes[group]; }
+  uint8_t* layer_kv(const Instruction& in) const;
   uint8_t* at(const Operand& o) const { return o.base < 0 ? nullptr : bases_[o.base] + o.offset; }
 
   std::vector<Instruction> instructions_;
@@ -138,10 +151,13 @@ class Program {
   std::vector<uint8_t*> bases_;
   std::vector<int64_t> sizes_;
   std::unique_ptr<Claim[]> claims_;            // per instruction, one a thread; only matmuls use them all
+  std::unique_ptr<float[]> partition_states_;  // when contexts are split between threads
+  std::unique_ptr<Claim[]> partitions_ended_;  // of each unit and head; zero between instructions
   std::vector<std::vector<Unit>> units_;       // per distinct rows-per-unit
   std::vector<int> unit_rows_;                 // rows-per-unit of units_[i]
   std::vector<std::vector<float>> scratch_;    // per thread, attention
   std::vector<std::vector<uint8_t>> sampler_;  // per thread
+  std::vector<size_t> next_matmul_;            // behind each instruction; their number if there is none
   bool profiling_ = false;
   std::vector<double> profile_;
 };
