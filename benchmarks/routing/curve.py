@@ -77,18 +77,18 @@ def judge(texts: Sequence[str]) -> list[Judgement]:
     return [classifier.judge(text, vector) for text, vector in zip(texts, vectors, strict=True)]
 
 
-def policy(threshold: float, lift: float) -> Policy:
-    """Small and large, by the default qualities that intents want."""
+def policy(threshold: float) -> Policy:
+    """Small and large, with a route's defaults but for the threshold."""
     candidates = {SMALL: Candidate(quality=0.5), LARGE: Candidate(quality=0.9)}
-    settings = Route(candidates=candidates, min_confidence=threshold, lift=lift)
+    settings = Route(candidates=candidates, min_confidence=threshold)
     return Policy("auto", settings, read_classifier())
 
 
-def chosen(threshold: float, judgements: Sequence[Judgement], lift: float) -> list[str]:
+def chosen(threshold: float, judgements: Sequence[Judgement]) -> list[str]:
     """The model that each request gets."""
     most = Usage(100, MAX_TOKENS)
     costs = {name: cost(price, most) for name, price in PRICES.items()}
-    route = policy(threshold, lift)
+    route = policy(threshold)
     return [route.choose([SMALL, LARGE], judgement, costs)[0] for judgement in judgements]
 
 
@@ -99,7 +99,7 @@ def by_labels() -> list[LabelPoint]:
     wants_large = np.array([WANTED[example.intent] > 0.5 for example in examples])
     points = []
     for threshold in THRESHOLDS:
-        large = np.array([model == LARGE for model in chosen(threshold, judgements, lift=0.0)])
+        large = np.array([model == LARGE for model in chosen(threshold, judgements)])
         points.append(
             LabelPoint(
                 threshold,
@@ -143,7 +143,7 @@ def by_answers() -> list[AnswerPoint]:
     right = {model: np.mean([one.right for one in found]) for model, found in answers.items()}
     points = []
     for threshold in THRESHOLDS:
-        models = chosen(threshold, judgements, lift=0.0)
+        models = chosen(threshold, judgements)
         got = [answers[model][at] for at, model in enumerate(models)]
         share = float(np.mean([model == LARGE for model in models]))
         points.append(

@@ -14,6 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace.errors import ConfigError
+from headrace.gateway.config import read_config
+from headrace.gateway.intents.policy import policies
 from headrace.gateway.store import Store
 from tests.e2e.running import RunningServer, run, serving
 from tests.gateway.running import RunningGateway, Upstreams, gateway
@@ -446,7 +449,18 @@ port: 0
     assert old in good
     path = tmp_path / "gateway.yaml"
     path.write_text(good.replace(old, new, 1))
-    ended = run("gateway", "run", str(path))
+    with pytest.raises(ConfigError) as error:
+        policies(read_config(path))
+    assert said in error.value.message
+
+
+def test_the_command_ends_with_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    both = {SMALL: {"quality": 0.5}, LARGE: {"quality": 0.9}}
+    upstream = {"url": "http://127.0.0.1:1/v1", "models": {SMALL: {}, LARGE: {}}}
+    route = {"candidates": both, "wanted": {"cooking": 0.9}}
+    path.write_text(json.dumps({"upstreams": {"one": upstream}, "routes": {"auto": route}}))
+    ended = run("gateway", "run", str(path), "--port", "0")
     assert ended.returncode == 1
-    assert said in ended.stderr
+    assert "does not know the intent cooking" in ended.stderr
     assert ended.stderr.count("\n") == 1, ended.stderr
