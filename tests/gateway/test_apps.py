@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
@@ -38,12 +40,6 @@ def made(upstreams: Upstreams, tmp_path: Path) -> Iterator[RunningGateway]:
         yield running
 
 
-def key(made: RunningGateway, tenant: str, app: str = "") -> dict[str, str]:
-    ended = run("gateway", "keys", "create", str(made.file), "--tenant", tenant, "--app", app)
-    assert ended.returncode == 0, ended.stderr
-    return {"authorization": f"Bearer {ended.stdout.strip()}"}
-
-
 def asked(made: RunningGateway, headers: dict[str, str], times: int, model: str = "a") -> list[int]:
     return [made.chat(headers, model=model, max_tokens=1).status_code for _ in range(times)]
 
@@ -55,12 +51,12 @@ def message(made: RunningGateway, headers: dict[str, str], model: str = "a", **b
 
 
 def test_each_level_has_its_limit(made: RunningGateway) -> None:
-    one, two = key(made, "acme", "web"), key(made, "acme", "web")
+    one, two = made.key("acme", "web"), made.key("acme", "web")
     assert asked(made, one, 5) == [200] * 4 + [429]
     assert message(made, one).startswith("key: requests a minute: 4")
     assert asked(made, two, 2) == [200, 429]
     assert message(made, two).startswith("app: requests a minute: 5")
-    jobs = key(made, "acme", "jobs")
+    jobs = made.key("acme", "jobs")
     assert message(made, jobs, max_tokens=3).startswith("`max_tokens`: 3, but this key may ask for 2")
     assert asked(made, jobs, 5) == [200] * 4 + [429]
     assert message(made, jobs, max_tokens=1).startswith("tenant: requests a minute: 9")
@@ -69,7 +65,7 @@ def test_each_level_has_its_limit(made: RunningGateway) -> None:
 
 
 def test_a_models_limits_hold_for_all_and_a_tenants_for_itself(made: RunningGateway) -> None:
-    acme, other = key(made, "acme"), key(made, "other")
+    acme, other = made.key("acme"), made.key("other")
     assert asked(made, acme, 3, "b") == [200, 200, 429]
     assert message(made, acme, "b", max_tokens=1).startswith(
         "tenant's use of the model: requests a minute: 2"
@@ -80,21 +76,19 @@ def test_a_models_limits_hold_for_all_and_a_tenants_for_itself(made: RunningGate
     assert asked(made, acme, 2, "c") == [200, 429]
     assert "model: requests a minute: 3" in message(made, other, "c", max_tokens=1)
     assert "context of 50 tokens" in message(made, other, "c", max_tokens=60)
-    app = key(made, "acme", "web")
+    app = made.key("acme", "web")
     assert made.chat(app, model="c").status_code == 403
 
 
 def test_apps_are_named_and_a_key_of_one_that_is_gone_is_refused(made: RunningGateway) -> None:
-    web = key(made, "acme", "web")
+    created = run("gateway", "keys", "create", str(made.file), "--tenant", "acme", "--app", "web")
+    web = {"authorization": f"Bearer {created.stdout.strip()}"}
+    assert made.chat(web, model="a").status_code == 200
     listed = json.loads(run("gateway", "keys", "list", str(made.file), "--json").stdout)
     assert listed[-1]["app"] == "web"
     ended = run("gateway", "keys", "create", str(made.file), "--tenant", "acme", "--app", "none")
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
     assert "it has: jobs, web" in ended.stderr
-    import signal
-
-    import yaml
-
     config = yaml.safe_load(made.file.read_text())
     del config["tenants"]["acme"]["apps"]["web"]
     made.file.write_text(yaml.safe_dump(config))
