@@ -6,6 +6,7 @@ no embedding comes in time. Each has its own temperature, so that its confidence
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -132,11 +133,12 @@ def softmax(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 
 class Classifier:
-    """A classifier that was read or trained."""
+    """A classifier that was read or trained. ``digest``: of all its numbers."""
 
     def __init__(self, file: ClassifierFile) -> None:
         self.intents = tuple(file.intents)
         self.embedder = file.embedder
+        self.digest = hashlib.blake2b(file.model_dump_json().encode(), digest_size=8).digest()
         self.dimensions = file.dimensions
         self._heads: dict[Seen, Regression] = {
             "embedding": Regression(file.with_embedding),

@@ -69,7 +69,8 @@ class Policy:
                 f"routes: {name}: the classifier does not know the intent {unknown[0]}; "
                 f"it knows {', '.join(classifier.intents)}"
             )
-        self.digest = hashlib.blake2b(settings.model_dump_json().encode(), digest_size=8).hexdigest()
+        said = settings.model_dump_json().encode()
+        self.digest = hashlib.blake2b(said, key=classifier.digest, digest_size=8).hexdigest()
 
     @property
     def large(self) -> str:
