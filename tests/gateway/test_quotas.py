@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import BudgetError, HeadraceError, InvalidRequestError, LimitError
 from headrace.gateway.config import Limits
+from headrace.gateway.ledger import Entry, append
 from headrace.gateway.quotas import NANO, Quotas, Reservation, Scope
 from headrace.gateway.store import Store
 from tests.gateway.running import RunningGateway, Upstreams, gateway
@@ -228,10 +229,7 @@ def test_many_open_a_new_file_at_once(tmp_path: Path) -> None:
 
 def test_the_ledger_cannot_be_rewritten(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    store.db.execute(
-        "INSERT INTO ledger VALUES "
-        "(1, 0, 'r', 't', 'k', 'm', 'u', 'x', 'ok', 'off', 1, 0, 1, 0, 5, 1, '', '', '')"
-    )
+    append(store.db, Entry(0.0, "r", "t", "k", "m", "u", "x", "ok", "off", 1, 0, 1, False, 5, 1))
     for statement in ("UPDATE ledger SET nano_usd = 0", "DELETE FROM ledger"):
         with pytest.raises(sqlite3.IntegrityError, match="append-only"):
             store.db.execute(statement)

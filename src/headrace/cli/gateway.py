@@ -7,11 +7,12 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace.cli import gateway_backup, gateway_cache, gateway_live, gateway_releases
+from headrace.cli import gateway_backup, gateway_cache, gateway_live, gateway_releases, gateway_route
 from headrace.cli.gateway_shared import AsJson, Config, date, opened, read, table
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="One address in front of many upstr
 keys_app = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revoke API keys.")
 app.add_typer(keys_app, name="keys")
 app.add_typer(gateway_releases.app, name="releases")
+app.add_typer(gateway_route.app, name="route")
 app.command()(gateway_live.reload)
 app.command()(gateway_live.upstreams)
 app.add_typer(gateway_cache.app, name="cache")
@@ -134,7 +136,7 @@ def revoke(config: Config, key: KeyId) -> None:
 def usage(
     config: Config,
     by: Annotated[
-        Literal["tenant", "app", "key", "model", "upstream", "version", "day"],
+        Literal["tenant", "app", "key", "model", "upstream", "version", "route", "intent", "day"],
         typer.Option(help="What to sum over."),
     ] = "tenant",
     days: Annotated[
@@ -142,13 +144,21 @@ def usage(
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
     as_json: AsJson = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the requests themselves: .csv, .jsonl or .parquet."),
+    ] = None,
 ) -> None:
-    """Sum up the ledger: requests, tokens and what they cost."""
+    """Sum up the ledger: requests, tokens, what they cost, and what cache and routes have saved."""
     settings = read(config)
+    from headrace.gateway.export import export as write
     from headrace.gateway.ledger import usage as sums
 
     since = 0.0 if days is None else time.time() - days * 86_400
     with opened(settings) as store:
+        if export is not None:
+            print(f"wrote {write(store, export, since=since, tenant=tenant)} requests to {export}")
+            return
         found = sums(store, by, since=since, tenant=tenant)
     if as_json:
         json.dump([asdict(row) for row in found], sys.stdout, indent=2)
@@ -164,10 +174,28 @@ def usage(
             str(row.cached_tokens),
             str(row.completion_tokens),
             f"{row.cost_usd:.6f}",
+            f"{row.baseline_usd:.6f}",
+            f"{row.saved_by_cache_usd:.6f}",
+            f"{row.saved_by_routing_usd:.6f}",
         )
         for row in found
     ]
-    table((by, "requests", "failed", "hits", "prompt", "cached", "completion", "USD"), rows)
+    table(
+        (
+            by,
+            "requests",
+            "failed",
+            "hits",
+            "prompt",
+            "cached",
+            "completion",
+            "USD",
+            "baseline",
+            "saved by cache",
+            "by routing",
+        ),
+        rows,
+    )
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ from headrace.gateway.authenticate import authenticate
 from headrace.gateway.cache import HEADER, SIMILARITY_HEADER
 from headrace.gateway.context import RequestContext, Route
 from headrace.gateway.gateway import Gateway
-from headrace.gateway.parse import may_use
+from headrace.gateway.intents.policy import HEADER as ROUTE_HEADER
+from headrace.gateway.parse import may_use, options_of
 from headrace.gateway.quotas import NANO, Remaining
 from headrace.observe.metrics import CONTENT_TYPE
 from headrace.web.errors import error_response
@@ -156,11 +157,16 @@ class GatewayApp:
         context = RequestContext(own_id, "chat/completions", request.headers, b"", time.monotonic())
         await authenticate(self._gateway, context)
         gateway = self._gateway
+
+        def may_ask(name: str, model: str) -> bool:
+            policy = gateway.routes.get(model)
+            return (
+                may_use(context, name, model) if policy is None else bool(options_of(context, name, policy))
+            )
+
         names = {name: name for name in gateway.targets} | gateway.config.aliases
-        names |= {name: name for name in gateway.config.releases}
-        cards = {
-            name: self._card(name, model) for name, model in names.items() if may_use(context, name, model)
-        }
+        names |= {name: name for name in (*gateway.config.releases, *gateway.routes)}
+        cards = {name: self._card(name, model) for name, model in names.items() if may_ask(name, model)}
         wanted = request.scope["path"].removeprefix(_MODELS).removeprefix("/")
         if not wanted:
             await self._json({"object": "list", "data": list(cards.values())}, request, send)
@@ -173,7 +179,10 @@ class GatewayApp:
         if model in self._gateway.releases:
             release, state = self._gateway.releases[model]
             model = release.versions[state.stable].model
-        contexts = [target.context for target in self._gateway.targets[model]]
+        policy = self._gateway.routes.get(model)
+        models = [model] if policy is None else policy.settings.candidates
+        targets = [target for each in models for target in self._gateway.targets_behind(each)]
+        contexts = [target.context for target in targets]
         longest = max((length for length in contexts if length is not None), default=None)
         return {
             "id": name,
@@ -219,6 +228,7 @@ def _headers(context: RequestContext) -> dict[str, str]:
         out[SIMILARITY_HEADER] = f"{context.similarity:.4f}"
     if context.target is not None and context.answer is not None:
         out["x-headrace-upstream"] = context.target.upstream.name
+    out |= _choice(context)
     if context.version:
         out["x-headrace-version"] = context.version
     if isinstance(context.answer, bytes):  # what a stream costs is known at its end: the ledger has it
@@ -226,6 +236,20 @@ def _headers(context: RequestContext) -> dict[str, str]:
     if context.reservation is not None:
         _add_limit(out, "requests", context.reservation.requests_left)
         _add_limit(out, "tokens", context.reservation.tokens_left)
+    return out
+
+
+def _choice(context: RequestContext) -> dict[str, str]:
+    """What a route made of the request; nothing of a hit in the cache, for which nothing was chosen."""
+    choice = context.choice
+    if choice is None or not choice.model:
+        return {}
+    out = {ROUTE_HEADER: choice.model, f"{ROUTE_HEADER}-reason": choice.reason or ""}
+    if choice.judgement is not None:
+        out["x-headrace-intent"] = choice.judgement.intent
+        out["x-headrace-intent-by"] = choice.judgement.seen
+        out["x-headrace-confidence"] = f"{choice.judgement.confidence:.3f}"
+        out["x-headrace-difficulty"] = f"{choice.judgement.difficulty:.3f}"
     return out
 
 

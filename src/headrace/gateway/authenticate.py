@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 OPEN_TENANT = "default"
 """Whose all requests are where no keys are asked for."""
+OWN_TENANT = "(gateway)"
+"""Whose the gateway's own requests are: no key can be of it, and no limit holds for it."""
 
 
 async def authenticate(gateway: Gateway, context: RequestContext) -> None:

@@ -1,4 +1,4 @@
-"""Stage 7: which of the upstreams gets the request.
+"""Stage 8: which of the upstreams gets the request.
 
 The one with the least outstanding tokens for its weight, less what its prefix cache would save: so a
 conversation stays where it was, as long as that one is not busier by more than the work that staying saves.

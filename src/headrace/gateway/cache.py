@@ -185,6 +185,9 @@ def _wish(context: RequestContext) -> str:
 
 
 def _may_keep(context: RequestContext, settings: CacheSettings, wish: str) -> bool:
+    choice = context.choice
+    if choice is not None and not choice.model and choice.cache_key is None:
+        return False
     if wish:
         return wish != "off"
     if context.route == "embeddings" or settings.sampled:
@@ -196,7 +199,8 @@ def _may_keep(context: RequestContext, settings: CacheSettings, wish: str) -> bo
 def _version(context: RequestContext) -> list[object]:
     """What answers under the model's name now: an answer of anything else is none of this."""
     served = [(t.upstream.config.url, t.name, t.served.version or "") for t in context.candidates]
-    return [context.release, context.version, sorted(served)]
+    route = "" if context.choice is None else context.choice.cache_key
+    return [context.release, context.version, route, sorted(served)]
 
 
 def _fingerprint(context: RequestContext, version: object) -> bytes:

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from headrace.errors import ConfigError
 from headrace.gateway.fields import Count, Name, Positive, Strict, Variable
+from headrace.gateway.intents.settings import Route
 from headrace.gateway.kinds import Capability
 from headrace.gateway.releases.settings import Release, Version
 from headrace.yaml_file import FieldError, read_yaml
@@ -218,11 +219,16 @@ class EmbeddingsSettings(Strict):
 
 
 class GatewayConfig(Strict):
-    """The whole file. ``default_output_tokens`` is reserved for requests that name no maximum."""
+    """The whole file. ``default_output_tokens`` is reserved for requests that name no maximum.
+
+    ``classifier``: a file of `headrace gateway route train`, which tells intents in place of the shipped one.
+    """
 
     upstreams: Annotated[dict[Name, UpstreamConfig], Field(min_length=1)]
     aliases: dict[Name, Name] = Field(default_factory=dict)
     releases: dict[Name, Release] = Field(default_factory=dict)
+    routes: dict[Name, Route] = Field(default_factory=dict)
+    classifier: Path | None = None
     tenants: dict[Name, Tenant] = Field(default_factory=dict)
     model_limits: dict[Name, Limits] = Field(default_factory=dict)
     admin: Admin | None = None
@@ -250,9 +256,11 @@ class GatewayConfig(Strict):
             for version, settings in release.versions.items():
                 self._served(settings, "releases", name, "versions", version)
         known |= self.releases.keys()
+        self._check_routes(known)
+        known |= self.routes.keys()
         for alias, target in self.aliases.items():
             if alias in known:
-                raise FieldError(f"{alias} is the name of a model or release already", "aliases", alias)
+                raise FieldError(f"{alias} is the name of a model, release or route", "aliases", alias)
             if target not in known:
                 raise FieldError(f"{alias} stands for {target}, which no upstream has", "aliases", alias)
         if self.embeddings is not None:
@@ -275,8 +283,17 @@ class GatewayConfig(Strict):
                 self._check_models(name_of_app, app.key_limits or Limits(), *where, "key_limits")
         return self
 
+    def _check_routes(self, known: frozenset[str]) -> None:
+        for name, route in self.routes.items():
+            if name in known:
+                raise FieldError(f"{name} is the name of a model or release already", "routes", name)
+            for model in sorted(route.candidates.keys() - known):
+                raise FieldError(
+                    f"{model} is a model that no upstream has", "routes", name, "candidates", model
+                )
+
     def _check_models(self, who: str, limits: Limits, *at: str) -> None:
-        known = self.models | self.aliases.keys() | self.releases.keys()
+        known = self.models | self.aliases.keys() | self.releases.keys() | self.routes.keys()
         for model in sorted((limits.models or frozenset()) - known):
             raise FieldError(f"{who} may use {model}, which no upstream has", *at, "models")
 
@@ -301,11 +318,23 @@ class GatewayConfig(Strict):
         """Names of all models, aliases left out."""
         return frozenset(name for upstream in self.upstreams.values() for name in upstream.models)
 
+    def prices(self, name: str, version: str | None = None) -> list[Price]:
+        """Of a model, or of a release's version (its first by default), wherever it is served."""
+        release = self.releases.get(name)
+        serving = Version(model=name) if release is None else release.versions[version or release.first]
+        return [
+            upstream.models[serving.model].price
+            for where, upstream in self.upstreams.items()
+            if serving.model in upstream.models and (serving.upstreams is None or where in serving.upstreams)
+        ]
+
 
 def read_config(path: Path) -> GatewayConfig:
-    """The file, its relative ``state`` folder taken from where the file lies.
+    """The file, its relative ``state`` and ``classifier`` taken from where the file lies.
 
     Raises ConfigError that names the line of a mistake.
     """
     config = read_yaml(path, GatewayConfig)
-    return config.model_copy(update={"state": path.absolute().parent / config.state})
+    folder = path.absolute().parent
+    classifier = None if config.classifier is None else folder / config.classifier
+    return config.model_copy(update={"state": folder / config.state, "classifier": classifier})

@@ -13,6 +13,7 @@ from headrace.gateway.ledger import CacheUse, Outcome
 from headrace.gateway.usage import Usage
 
 if TYPE_CHECKING:
+    from headrace.gateway.intents.policy import Choice
     from headrace.gateway.quotas import Reservation, Scope
     from headrace.gateway.resume import How
     from headrace.gateway.semantic import Question
@@ -51,7 +52,8 @@ class RequestContext:
 
     # parse
     body: dict[str, Any] = field(default_factory=dict)
-    model: str = ""  # of an upstream's, aliases and releases resolved
+    model: str = ""  # of an upstream's, aliases and releases resolved; a route's name until that is decided
+    choice: Choice | None = None  # where a route was asked for; decide makes it
     model_scopes: tuple[Scope, ...] = ()  # whose limits hold beside those: the model's
     candidates: tuple[Target, ...] = ()  # that have the model, and may serve the version
     release: str = ""  # that was asked for, if it was one

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import orjson
 
 from headrace.errors import HeadraceError
+from headrace.gateway.authenticate import OWN_TENANT
 from headrace.gateway.config import EmbeddingsSettings
 from headrace.gateway.context import RequestContext
 from headrace.gateway.relay import relay
@@ -31,7 +32,6 @@ from headrace.web.ids import unique_id
 if TYPE_CHECKING:
     from headrace.gateway.gateway import Gateway
 
-OWN_TENANT = "(gateway)"
 Vectors = npt.NDArray[np.float32]
 
 _GATHER_S = 0.001  # texts that arrive within it share a request

@@ -13,9 +13,10 @@ from headrace.errors import ConfigError
 from headrace.gateway.admit import Admissions
 from headrace.gateway.answers import AnswerCache
 from headrace.gateway.balance import Affinity
-from headrace.gateway.config import GatewayConfig
+from headrace.gateway.config import GatewayConfig, Price
 from headrace.gateway.embedder import Embedder
 from headrace.gateway.health import keep_probing
+from headrace.gateway.intents.policy import policies
 from headrace.gateway.keys import Keys
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.quotas import LEASE_S, Quotas
@@ -61,6 +62,7 @@ class Gateway:
         self.keys = Keys(self.store)
         self.quotas = Quotas(self.store)
         self.cache = AnswerCache(config.state, config.cache) if config.cache.enabled else None
+        self.routes = policies(config)
         self.live: set[RequestContext] = set()
         self.admissions = Admissions(config.admission)
         self.affinity = Affinity()
@@ -100,19 +102,21 @@ class Gateway:
         """Go by another configuration from the next request on. Those under way end as they began.
 
         Raises ConfigError, and stays as it was, if something in it needs a restart, an API key is missing, or
-        it lacks a version that a release needs.
+        it lacks a version that a release needs, or a classifier that can be read.
         """
         for name in ("state", "host", "port", "admin"):
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(f"`{name}` cannot change while the gateway runs: restart it for that")
         if config.cache.enabled != self.config.cache.enabled:
             raise ConfigError("`cache.enabled` cannot change while the gateway runs: restart it for that")
+        routes = policies(config)
         fresh = {name: Upstream(name, at, config.health) for name, at in config.upstreams.items()}
         old, new = (self.embedder, self.semantic), (self.embedder, self.semantic)
         if (config.embeddings, config.cache) != (self.config.embeddings, self.config.cache):
             new = self._embedding(config)
         self.releases.configure(config.releases)
         # from here on nothing can fail
+        self.routes = routes
         before, grows = self.upstreams, self._most_connections(fresh) > self._most_connections(self.upstreams)
         self.upstreams = {name: _successor(before.get(name), new) for name, new in fresh.items()}
         self._leaving += [old for old in before.values() if old not in self.upstreams.values()]
@@ -179,6 +183,24 @@ class Gateway:
         if self.cache is None or config.cache.semantic is None:
             return embedder, None
         return embedder, SemanticCache(self.cache, embedder, config.cache.semantic, self.metrics, self.log)
+
+    def targets_behind(self, name: str) -> tuple[Target, ...]:
+        """Where a model is served, or any version of a release; nowhere once the configuration lacks it."""
+        if name not in self.config.releases:
+            return self.targets.get(name, ())
+        versions = self.config.releases[name].versions.values()
+        found = [
+            target
+            for version in versions
+            for target in self.targets[version.model]
+            if version.upstreams is None or target.upstream.name in version.upstreams
+        ]
+        return tuple(dict.fromkeys(found))
+
+    def prices(self, name: str) -> list[Price]:
+        """Of a model, or of a release's stable version."""
+        version = self.releases[name][1].stable if name in self.releases else None
+        return self.config.prices(name, version)
 
     def failed(self, target: Target, reason: str, *, passing: bool = False) -> None:
         """An attempt failed. ``passing``: through no defect of the upstream's: its health does not suffer."""

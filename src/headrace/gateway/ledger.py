@@ -16,13 +16,17 @@ Outcome = Literal["ok", "refused", "failed", "cancelled"]
 CacheUse = Literal["hit", "semantic-hit", "partial-hit", "miss", "off"]
 FREE: frozenset[CacheUse] = frozenset({"hit", "semantic-hit"})
 """Answers that cost nothing. Of a partial hit, what was asked costs."""
-By = Literal["tenant", "app", "key", "model", "upstream", "version", "day"]
+By = Literal["tenant", "app", "key", "model", "upstream", "version", "route", "intent", "day"]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One request. ``estimated``: no upstream told the usage, so it is the gateway's guess. ``upstream``: the
     one that ended the answer; ``resumed``: how, if another one had begun it (empty: none had).
+
+    ``routed``: the route that was asked for, if it was one; ``reason``: why the model was chosen; ``intent``:
+    what the request was taken for. ``baseline_nano_usd``: what the same tokens would have cost without the
+    cache and at the route's large model.
     """
 
     ended_at: float
@@ -44,10 +48,16 @@ class Entry:
     release: str = ""
     version: str = ""
     resumed: How | Literal[""] = ""
+    routed: str = ""
+    intent: str = ""
+    confidence: float | None = None
+    reason: str = ""
+    baseline_nano_usd: int = 0
 
 
 _FREE = ", ".join(f"'{use}'" for use in sorted(FREE))
 _GROUPS = {
+    "route": "routed",
     "app": "CASE app WHEN '' THEN tenant ELSE tenant || '/' || app END",
     "day": "date(ended_at, 'unixepoch')",
     "version": "CASE release WHEN '' THEN '' ELSE release || '/' || version END",
@@ -99,7 +109,13 @@ def score(store: Store, tenant: str, request: str, score: float) -> Answered:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """What a group of requests used. ``cost_usd`` in dollars."""
+    """What a group of requests used. Money in dollars.
+
+    ``baseline_usd``: had every route sent everything to its large model, and nothing come out of the cache,
+    for the same tokens. It is ``cost_usd`` and what was saved: ``saved_by_cache_usd``, all that hits would
+    have cost, and ``saved_by_routing_usd``, less than 0 where something dearer answered. The gateway's own
+    embeddings are a cost without a baseline.
+    """
 
     group: str
     requests: int
@@ -109,10 +125,15 @@ class Sum:
     cached_tokens: int
     completion_tokens: int
     cost_usd: float
+    baseline_usd: float
+    saved_by_cache_usd: float
+    saved_by_routing_usd: float
 
 
 def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None) -> list[Sum]:
     """Sums over the ledger from ``since`` (seconds since 1970) on, the dearest group first."""
+    baseline = "COALESCE(baseline_nano_usd, nano_usd)"  # rows from before it was kept are their own
+    answered = f"cache IN ({_FREE})"
     column = _GROUPS.get(by, by)
     where = "ended_at >= ?"
     values: list[float | str] = [since]
@@ -121,8 +142,10 @@ def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None
         values.append(tenant)
     try:
         rows = store.db.execute(
-            f"""SELECT {column}, COUNT(*), SUM(outcome = 'failed'), SUM(cache IN ({_FREE})),
-                SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0
+            f"""SELECT {column}, COUNT(*), SUM(outcome = 'failed'), SUM({answered}), SUM(prompt_tokens),
+                SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0,
+                SUM({baseline}) / {NANO}.0, SUM(({baseline} - nano_usd) * ({answered})) / {NANO}.0,
+                SUM(({baseline} - nano_usd) * NOT ({answered})) / {NANO}.0
                 FROM ledger WHERE {where} GROUP BY 1 ORDER BY SUM(nano_usd) DESC, 1""",
             values,
         ).fetchall()

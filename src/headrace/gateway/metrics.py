@@ -51,6 +51,23 @@ class Metrics:
             ("release", "version"),
             registry=self.registry,
         )
+        self.routed = counter(
+            "routed", "Requests by what their route made of them.", "route", "intent", "model", "reason"
+        )
+        self.no_embedding = counter("routed_without_embedding", "Those judged by cheap features.", "route")
+        self.baseline = counter(
+            "baseline_cost_usd",
+            "Cost of the same tokens without the cache and by the large model of routes, in dollars.",
+            "tenant",
+            "model",
+            "answered",
+        )
+        self.intent_seconds = Histogram(
+            "headrace_gateway_intent_seconds",
+            "Time to decide a route, the wait for the embedding included.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
         self.seconds = Histogram(
             "headrace_gateway_request_seconds",
             "Arrival to the end of a request.",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, NotAllowedError
+from headrace.gateway.intents.policy import Choice
 from headrace.gateway.quotas import Scope
 from headrace.gateway.usage import prompt_estimate
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from headrace.gateway.config import GatewayConfig
     from headrace.gateway.context import RequestContext
     from headrace.gateway.gateway import Gateway
+    from headrace.gateway.intents.policy import Policy
 
 PRIORITY = "x-headrace-priority"
 _INPUTS = {"chat/completions": "messages", "completions": "prompt", "embeddings": "input"}
@@ -55,11 +57,14 @@ async def parse(gateway: Gateway, context: RequestContext) -> None:
         raise InvalidRequestError("`stream_options`: an object", param="stream_options")
     context.stream = bool(stream)
     context.wants_usage = bool((options or {}).get("include_usage"))
-    _read_output(gateway, context)
+    read_output(gateway, context)
 
 
 def _model(gateway: Gateway, context: RequestContext, asked: str) -> None:
     name = gateway.config.aliases.get(asked, asked)
+    if name in gateway.routes:
+        _enter(gateway, context, asked, gateway.routes[name])
+        return
     if name not in gateway.targets and name not in gateway.releases:
         raise ModelNotFoundError(
             f"the model `{asked[:200]}` does not exist here; `GET /v1/models` lists those that do",
@@ -98,13 +103,36 @@ def share_scope(tenant: str, model: str) -> str:
     return f"share:{tenant}|{model}"
 
 
-def may_use(context: RequestContext, asked: str, model: str) -> bool:
-    """Whether tenant and key may use a model or release, under the name ``asked`` or its own."""
-    for scope in context.scopes:
-        models = scope.limits.models
-        if models is not None and asked not in models and model not in models:
-            return False
-    return True
+def _enter(gateway: Gateway, context: RequestContext, asked: str, policy: Policy) -> None:
+    """Begin a choice, or end it at once where the client has made it."""
+    if context.route == "embeddings":
+        raise InvalidRequestError(f"`{asked}` is a route between models that write text", param="model")
+    options = options_of(context, asked, policy)
+    wanted = policy.override(context.headers)
+    if not options or (wanted is not None and wanted not in options):
+        raise NotAllowedError(f"this key may not use the model `{wanted or asked}`", param="model")
+    named = any(context.body.get(field) is not None for field in ("max_tokens", "max_completion_tokens"))
+    context.choice = choice = Choice(policy, options, names_maximum=named)
+    if wanted is not None:
+        choice.model, choice.reason = wanted, "override"
+        serve_as(gateway, context, wanted)
+        return
+    context.model = policy.name
+    context.candidates = tuple(target for name in options for target in gateway.targets_behind(name))
+    states = [gateway.releases[name][1] for name in options if name in gateway.releases]
+    if all(state.trial is None for state in states):
+        choice.cache_key = " ".join([policy.digest, *options, *(state.stable for state in states)])
+
+
+def options_of(context: RequestContext, asked: str, policy: Policy) -> tuple[str, ...]:
+    """The candidates of a route that tenant and key may use."""
+    return tuple(name for name in policy.settings.candidates if may_use(context, asked, policy.name, name))
+
+
+def may_use(context: RequestContext, *names: str) -> bool:
+    """Whether tenant and key may use what goes by these names, under one of them."""
+    every = [scope.limits.models for scope in context.scopes]
+    return all(models is None or not models.isdisjoint(names) for models in every)
 
 
 def _priority(gateway: Gateway, context: RequestContext) -> int:
@@ -124,7 +152,11 @@ def _priority(gateway: Gateway, context: RequestContext) -> int:
     return priority
 
 
-def _read_output(gateway: Gateway, context: RequestContext) -> None:
+def read_output(gateway: Gateway, context: RequestContext) -> None:
+    """Fill in choices and output tokens, within what tenant, key and model may have.
+
+    Raises InvalidRequestError, or ContextLengthError.
+    """
     body = context.body
     choices = _count(body, "n", _MOST_CHOICES) or 1
     if context.route == "completions":

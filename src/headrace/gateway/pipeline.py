@@ -9,6 +9,7 @@ from headrace.errors import HeadraceError
 from headrace.gateway.admit import admit
 from headrace.gateway.authenticate import authenticate
 from headrace.gateway.cache import complete, look_up
+from headrace.gateway.decide import decide
 from headrace.gateway.parse import parse
 from headrace.gateway.relay import relay
 from headrace.gateway.reserve import reserve
@@ -29,6 +30,7 @@ async def answer(gateway: Gateway, context: RequestContext) -> None:
         await admit(gateway, context)
         await look_up(gateway, context)
         if context.answer is None:
+            await decide(gateway, context)
             await route(gateway, context)
             await relay(gateway, context)  # balance chooses for each of its attempts
             complete(context)

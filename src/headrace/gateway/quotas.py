@@ -91,16 +91,28 @@ class Quotas:
         made = Reservation(request, tuple(scope.name for scope in scopes), tokens, nano_usd, int(now))
         with self._store.transaction() as db:
             self._expire(db, now)
-            for scope in scopes:
-                self._check(db, scope, made, now)
-            for name in made.scopes:
-                db.execute(
-                    "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?)",
-                    (request, name, now + self._lease_s, tokens, nano_usd, made.second),
-                )
-                _add_use(db, name, made.second, tokens, nano_usd, requests=1)
+            self._hold(db, made, scopes, now)
         self._live.add(request)
         return made
+
+    def extend(self, reservation: Reservation, scopes: Sequence[Scope]) -> None:
+        """Reserve the same for more scopes, or for none of them. Raises as :meth:`reserve` does."""
+        now = self._clock()
+        scopes = [scope for scope in scopes if scope.limits.count_anything]
+        with self._store.transaction() as db:
+            self._expire(db, now)
+            self._hold(db, reservation, scopes, now)
+        reservation.scopes += tuple(scope.name for scope in scopes)
+
+    def _hold(self, db: sqlite3.Connection, made: Reservation, scopes: Sequence[Scope], now: float) -> None:
+        for scope in scopes:
+            self._check(db, scope, made, now)
+        for scope in scopes:
+            db.execute(
+                "INSERT INTO reservations VALUES (?, ?, ?, ?, ?, ?)",
+                (made.request, scope.name, now + self._lease_s, made.tokens, made.nano_usd, made.second),
+            )
+            _add_use(db, scope.name, made.second, made.tokens, made.nano_usd, requests=1)
 
     def settle(
         self,

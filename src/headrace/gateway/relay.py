@@ -1,4 +1,4 @@
-"""Stage 8: ask upstreams until one answers. Once a client has seen a byte, its stream sees to itself."""
+"""Stage 9: ask upstreams until one answers. Once a client has seen a byte, its stream sees to itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 6: which upstreams can serve the request."""
+"""Stage 7: which upstreams can serve the request."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Stage 9: what was used takes the place of what was reserved; the ledger, the cache and metrics learn it."""
+"""Stage 10: what was used takes the place of what was reserved; ledger, cache and metrics learn it."""
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from headrace.gateway.authenticate import OWN_TENANT
 from headrace.gateway.cache import keep
 from headrace.gateway.ledger import FREE, Entry, append
 from headrace.gateway.usage import Usage, cost
@@ -58,6 +59,8 @@ def _record(gateway: Gateway, context: RequestContext) -> None:
         app=context.app,
         release=context.release,
         version=context.version,
+        baseline_nano_usd=_baseline(gateway, context, usage),
+        **_routed(context),
     )
     gateway.quotas.settle(context.reservation, charged.total, context.nano_usd, lambda db: append(db, entry))
     metrics, names = gateway.metrics, (context.tenant, context.model)
@@ -69,3 +72,35 @@ def _record(gateway: Gateway, context: RequestContext) -> None:
     metrics.tokens.labels(*names, "prompt").inc(charged.prompt)
     metrics.tokens.labels(*names, "completion").inc(charged.completion)
     metrics.cost.labels(*names).inc(context.nano_usd / 1e9)
+    answered = "cache" if context.cache in FREE else "upstream"
+    metrics.baseline.labels(*names, answered).inc(entry.baseline_nano_usd / 1e9)
+    if context.choice is not None and context.choice.model:
+        name, judgement = context.choice.policy.name, context.choice.judgement
+        metrics.routed.labels(name, entry.intent, context.choice.model, entry.reason).inc()
+        if judgement is not None and judgement.seen == "features":
+            metrics.no_embedding.labels(name).inc()
+
+
+def _baseline(gateway: Gateway, context: RequestContext, usage: Usage) -> int:
+    """In 1e-9 dollars: by the large model where a route was asked for, else by who was asked."""
+    if context.tenant == OWN_TENANT:
+        return 0
+    if context.choice is not None:
+        prices = gateway.prices(context.choice.policy.large)
+    else:
+        targets = context.candidates if context.target is None else (context.target,)
+        prices = [target.served.price for target in targets]
+    return min((cost(price, usage) for price in prices), default=0)
+
+
+def _routed(context: RequestContext) -> dict[str, Any]:
+    """The ledger's columns about a route's choice."""
+    if context.choice is None:
+        return {}
+    judgement = context.choice.judgement
+    return {
+        "routed": context.choice.policy.name,
+        "intent": "" if judgement is None else judgement.intent,
+        "confidence": None if judgement is None else judgement.confidence,
+        "reason": context.choice.reason or "",
+    }

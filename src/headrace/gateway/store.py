@@ -72,6 +72,14 @@ _MIGRATIONS = (
         )""",
     ),
     ("ALTER TABLE ledger ADD COLUMN resumed TEXT NOT NULL DEFAULT ''",),
+    (
+        # What a route made of a request, and what that would have cost without: NULL where it was not kept.
+        "ALTER TABLE ledger ADD COLUMN routed TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE ledger ADD COLUMN intent TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE ledger ADD COLUMN confidence REAL",
+        "ALTER TABLE ledger ADD COLUMN reason TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE ledger ADD COLUMN baseline_nano_usd INTEGER",
+    ),
 )
 """The statements that lead from each version of the file to the next; its version is how many were done."""
 
