@@ -149,7 +149,10 @@ class Quantization:
         """
         try:
             with self._work() as work:
-                report = self._run(work)
+                try:
+                    report = self._run(work)
+                finally:
+                    shutil.rmtree(self._partial, ignore_errors=True)
                 if not report.gate_failures:
                     work.remove()
                 return report
@@ -159,8 +162,6 @@ class Quantization:
             )
             why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
             raise ConfigError(f"{self.asked.output} cannot be written: {why}.{kept}") from None
-        finally:
-            shutil.rmtree(self._partial, ignore_errors=True)
 
     def _run(self, work: Work) -> CompressReport:
         from headrace.lab.compress.algorithms.pipeline import run
@@ -289,10 +290,10 @@ class Quantization:
         )
 
     def _require_smaller(self, size: Size) -> None:
-        if size.weights > size.source_16_bit:
+        if size.weights > max(size.source_weights, size.source_16_bit):
             raise HeadraceError(
-                f"The compressed weights have {size.weights} bytes, the model in 16 bits "
-                f"{size.source_16_bit}: this recipe makes it larger. Use larger groups, or fewer bits."
+                f"The compressed weights have {size.weights} bytes, the model has {size.source_weights}, in "
+                f"16 bits {size.source_16_bit}: this recipe makes it larger. Use larger groups or fewer bits."
             )
 
     def _place(self, report: CompressReport) -> None:
