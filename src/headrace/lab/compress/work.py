@@ -122,8 +122,13 @@ class Work:
             key.removesuffix("#dense"): array for key, array in arrays.items() if key.endswith("#dense")
         }
         for name, scheme in json.loads(metadata["schemes"]).items():
-            parts = {key: arrays.get(f"{name}#{key}") for key in _ARRAYS}
-            tensors[name] = QuantizedLinear(scheme=Scheme(**scheme), **parts)
+            tensors[name] = QuantizedLinear(
+                arrays[f"{name}#codes"],
+                arrays[f"{name}#scale"],
+                Scheme(**scheme),
+                zero=arrays.get(f"{name}#zero"),
+                g_idx=arrays.get(f"{name}#g_idx"),
+            )
         return tensors, json.loads(metadata["remarks"])
 
     def remove(self) -> None:
