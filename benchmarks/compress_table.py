@@ -2,10 +2,10 @@
 
     python benchmarks/compress_table.py [--tokens 4096] [--threads 2] [--output compress-table]
 
-Dequantises the model, adds noise of 3% of each matrix's standard deviation, writes that in bfloat16, and sweeps
-recipes over it: divergence in float32 (torch), size, time, and the speed of this machine's engine. Then it
-checks which recipe must diverge less than which, and the bars on divergence, size and time. Exits with 1 if one
-does not hold.
+Dequantises the model, adds noise of 3% of each matrix's standard deviation, writes that in bfloat16, and
+sweeps recipes over it: divergence in float32 (torch), size, time, and the speed of this machine's engine.
+Then it checks which recipe must diverge less than which, and the bars on divergence, size and time. Exits
+with 1 if one does not hold.
 """
 
 from __future__ import annotations

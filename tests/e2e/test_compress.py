@@ -20,9 +20,9 @@ def test_quantize_eval_serve_and_bench(tmp_path: Path) -> None:
     files, out = make_files(tmp_path), tmp_path / "out"
     (tmp_path / "gate.yaml").write_text("kl_mean: 1.0\nsame_top1: 0.3\n")
     done = run(
-        "compress", "quantize", files / "model", "--recipe", "awq-int4", "-o", out, "--text", files / "text.txt",
-        "--calibration", files / "calibration.jsonl", "--sequence-length", "96", "--gate", tmp_path / "gate.yaml",
-        "--threads", "1", "--speed",
+        "compress", "quantize", files / "model", "--recipe", "awq-int4", "-o", out,
+        "--text", files / "text.txt", "--calibration", files / "calibration.jsonl", "--sequence-length", "96",
+        "--gate", tmp_path / "gate.yaml", "--threads", "1", "--speed",
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert "gate: passed" in done.stdout

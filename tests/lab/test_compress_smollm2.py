@@ -21,7 +21,8 @@ RECIPES = {
     "gptq": _ROUND.format(method="gptq", size=64, symmetric="false"),
     "awq": "- {step: awq}\n" + _ROUND.format(method="rtn", size=64, symmetric="false"),
     "rtn-int8": "- {step: round, bits: 8, group_size: 64}",
-    "w8a8": "- {step: smoothquant}\n- {step: round, bits: 8, group_size: -1, input_activations: dynamic-token}",
+    "w8a8": "- {step: smoothquant}\n- {step: round, bits: 8, group_size: -1, "
+    "input_activations: dynamic-token}",
 }
 
 

@@ -61,7 +61,9 @@ def read_calibration(
     template = _template(tokenizer) if chat_template == "auto" else None
     if source == "default":
         streams = [_cut(pieces, tokenizer, template, sequence_length) for pieces in mixed(progress=progress)]
-        found = (one for together in zip_longest(*streams) for one in together if one is not None)
+        found: Iterator[list[int]] = (
+            one for together in zip_longest(*streams) for one in together if one is not None
+        )
     else:
         pieces = _read_file(Path(source))
         found = _cut(pieces, tokenizer, template, sequence_length, template_needed=chat_template)

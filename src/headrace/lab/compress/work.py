@@ -36,6 +36,10 @@ class Work:
         self._about = json.loads(json.dumps(about | {"version": _VERSION}))
         self._lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=0)
 
+    def matches(self) -> bool:
+        """Whether what is there belongs to this compression."""
+        return bool(self._found() == self._about)
+
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -45,7 +49,7 @@ class Work:
                 f"Another headrace compress is at work on {self.path.name.strip('.')}: wait for it, "
                 "or end it."
             ) from None
-        if self.path.exists() and self._found() != self._about:
+        if self.path.exists() and not self.matches():
             shutil.rmtree(self.path)
         self.path.mkdir(exist_ok=True)
         for unfinished in self.path.glob("*.part"):
