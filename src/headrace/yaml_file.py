@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from headrace.errors import ConfigError
 
@@ -21,7 +22,7 @@ def read_yaml(path: Path, model: type[Model]) -> Model:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = _telling(error.errors())
         field = ".".join(str(part) for part in first["loc"]) or "the file"
         said = first["msg"] + _meant(first, model)
         raise ConfigError(f"{path}:{_line(root, first['loc'])}: {field}: {said}") from None
@@ -47,6 +48,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``; did you mean …?`` with the known name that is most like this one, or nothing if none is."""
     found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _telling(errors: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first error; but a name that is no setting says more than that another one is missing."""
+    unknown = [error for error in errors if error["type"] == "extra_forbidden"]
+    return unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
 
 
 def _meant(error: Mapping[str, Any], model: type[BaseModel]) -> str:

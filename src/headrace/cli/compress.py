@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -22,8 +23,10 @@ app.command()(compress_convert.convert)
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=options.REFERENCE_HELP)]
 OutputFormat = Annotated[
-    Literal["compressed-tensors", "awq", "gptq", "gguf", "float"],
-    typer.Option("--format", help="What loaders it is for; float: rounded values in 16 bits."),
+    Literal["compressed-tensors", "gptq", "gptq-v2", "awq", "gguf", "float"],
+    typer.Option(
+        "--format", help="What loaders it is for. gguf: Q4_0, Q4_1, Q8_0; float: rounded values in 16 bits."
+    ),
 ]
 CalibrationSet = Annotated[
     str,
@@ -126,6 +129,59 @@ def quantize(
 
 
 @app.command()
+def sweep(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Gets a folder each.")],
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|FILE", help="Repeat it, or separate by commas. Default: all built-in ones."
+        ),
+    ] = None,
+    output_format: OutputFormat = "compressed-tensors",
+    calibration: CalibrationSet = "default",
+    calibration_template: Template = "auto",
+    samples: Samples = 64,
+    sequence_length: SequenceLength = 512,
+    text: Texts = None,
+    tokens: Tokens = 4096,
+    backend: Backend = "cpu",
+    speed: Speed = False,
+    threads: options.Threads = 0,
+) -> None:
+    """Compress a model by several recipes, and draw size against divergence; goes on where it stopped."""
+    _need_torch()
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("compress sweep needs matplotlib: pip install 'headrace[lab]'")
+    from headrace.lab.compress.quantize import Asked
+    from headrace.lab.compress.recipe import BUILT_IN
+    from headrace.lab.compress.sweep import PICTURE_NAME, TABLE_NAME
+    from headrace.lab.compress.sweep import sweep as run_sweep
+
+    names = [name for each in recipe or [] for name in each.split(",") if name] or list(BUILT_IN)
+    asked = Asked(
+        model=model,
+        recipe=names[0],
+        output=output,
+        output_format=output_format,
+        calibration=calibration,
+        calibration_template=calibration_template,
+        samples=samples,
+        sequence_length=sequence_length,
+        texts=tuple(text or ("shakespeare",)),
+        tokens=tokens,
+        backend=backend,
+        speed=speed,
+        threads=threads,
+    )
+    with download_progress() as downloads, stage_progress() as progress:
+        for entry in run_sweep(asked, names, progress=progress, downloads=downloads):
+            print(f"{entry.name}: {entry.size_mib:.1f} MiB, KL {entry.kl:.5f}, {entry.report.seconds:.0f} s")
+    print((output / TABLE_NAME).read_text("utf-8"), end="")
+    print(f"picture: {output / PICTURE_NAME}")
+
+
+@app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this one as YAML.")] = None,
 ) -> None:
@@ -196,7 +252,5 @@ def _suites(given: list[str] | None) -> tuple[str, ...]:
 
 
 def _need_torch() -> None:
-    import importlib.util
-
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("compress needs torch: pip install 'headrace[compress]'")

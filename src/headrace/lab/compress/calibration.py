@@ -37,10 +37,7 @@ class Calibration:
     @property
     def fingerprint(self) -> str:
         """Equal for the same sequences in the same order."""
-        digest = hashlib.sha256()
-        for sequence in self.sequences:
-            digest.update(repr(sequence).encode())
-        return digest.hexdigest()[:16]
+        return str(self.about["sha256"])
 
 
 def read_calibration(
@@ -78,6 +75,7 @@ def read_calibration(
             "sequence_length": sequence_length,
             "bos": _leading_bos(tokenizer) is not None,
             "chat_template": template is not None,
+            "sha256": _fingerprint(chosen),
         },
     )
     if calibration.tokens < MIN_TOKENS:
@@ -86,6 +84,13 @@ def read_calibration(
             f"least {MIN_TOKENS}, better some ten thousand."
         )
     return calibration
+
+
+def _fingerprint(sequences: Sequence[Sequence[int]]) -> str:
+    digest = hashlib.sha256()
+    for sequence in sequences:
+        digest.update(repr(sequence).encode())
+    return digest.hexdigest()[:16]
 
 
 def require_apart(calibration: Calibration, evaluated: Sequence[int]) -> None:

@@ -104,7 +104,24 @@ def make_plan(architecture: Architecture, recipe: Recipe) -> Plan:
             )
     notes += _notes(architecture, recipe)
     average = next((step.average_bits for step in recipe.rounds() if step.average_bits is not None), None)
+    if average is not None:
+        _require_room(average, tensors)
     return Plan(tuple(tensors), tuple(notes), average)
+
+
+def _require_room(average_bits: float, tensors: list[TensorPlan]) -> None:
+    """Raise ConfigError if not even the smallest layer could have 8 bits."""
+    layers: dict[str, int] = {}
+    for one in tensors:
+        if one.treatment is not None and one.treatment.may_rise:
+            layer = one.name.split(".")[1]
+            layers[layer] = layers.get(layer, 0) + math.prod(one.shape)
+    least = 4 + 4 * min(layers.values()) / sum(layers.values())
+    if average_bits < least:
+        raise ConfigError(
+            f"average_bits: {average_bits:g} leaves room for no layer with 8 bits: of this model's "
+            f"{len(layers)} layers the smallest takes {least:.2f}."
+        )
 
 
 def _linears(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace import __version__
 from headrace.errors import ConfigError, HeadraceError
@@ -141,6 +141,29 @@ class Quantization:
         with self._work() as work:
             return work.finished()
 
+    def made(self, report: CompressReport) -> bool:
+        """Whether a report is of what :meth:`run` would do: source, recipe, format, comparison …"""
+        asked, calibration = self.asked, self.calibration
+        return (
+            report.source_fingerprint == self._checkpoint.fingerprint()
+            and report.recipe == json.loads(self.recipe.model_dump_json())
+            and report.calibration == (None if calibration is None else calibration.about)
+            and report.output_format == asked.output_format
+            and (report.gate, report.compared) == (asked.gate, self._comparison())
+            and (report.speed is not None or not asked.speed)
+        )
+
+    def _comparison(self) -> dict[str, Any]:
+        """What the evaluation depends on beside the models."""
+        asked = self.asked
+        return {
+            "suites": list(asked.suites),
+            "texts": list(asked.texts),
+            "tokens": asked.tokens,
+            "limit": asked.limit,
+            "backend": asked.backend,
+        }
+
     def run(self) -> CompressReport:
         """Everything; the folder appears at its place when it is whole, and only if the gate lets it pass.
 
@@ -149,7 +172,10 @@ class Quantization:
         """
         try:
             with self._work() as work:
-                report = self._run(work)
+                try:
+                    report = self._run(work)
+                finally:
+                    self._remove_partial()
                 if not report.gate_failures:
                     work.remove()
                 return report
@@ -159,8 +185,6 @@ class Quantization:
             )
             why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
             raise ConfigError(f"{self.asked.output} cannot be written: {why}.{kept}") from None
-        finally:
-            shutil.rmtree(self._partial, ignore_errors=True)
 
     def _run(self, work: Work) -> CompressReport:
         from headrace.lab.compress.algorithms.pipeline import run
@@ -176,7 +200,7 @@ class Quantization:
             threads=asked.threads,
             progress=self.progress,
         )
-        shutil.rmtree(self._partial, ignore_errors=True)
+        self._remove_partial()
         self.progress("writing", 0, 1)
         tensors = CompressedTensors(self._checkpoint, work)
         write_checkpoint(self._partial, asked.output_format, tensors, self._checkpoint)
@@ -194,6 +218,11 @@ class Quantization:
             report.speed = measure_speed(self._partial, threads=asked.threads)
         self._place(report)
         return report
+
+    def _remove_partial(self) -> None:
+        """The folder that is not whole, and what a killed run left of the draft of one."""
+        for path in self._partial.parent.glob(f"*{self._partial.name}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     @property
     def refused(self) -> Path:
@@ -286,13 +315,14 @@ class Quantization:
                 rounded_share=sum(one.size_bytes for one in rounded) / max(plain_bytes, 1),
             ),
             gate=self.asked.gate,
+            compared=self._comparison(),
         )
 
     def _require_smaller(self, size: Size) -> None:
-        if size.weights > size.source_16_bit:
+        if size.weights > max(size.source_weights, size.source_16_bit):
             raise HeadraceError(
-                f"The compressed weights have {size.weights} bytes, the model in 16 bits "
-                f"{size.source_16_bit}: this recipe makes it larger. Use larger groups, or fewer bits."
+                f"The compressed weights have {size.weights} bytes, the model has {size.source_weights}, in "
+                f"16 bits {size.source_16_bit}: this recipe makes it larger. Use larger groups or fewer bits."
             )
 
     def _place(self, report: CompressReport) -> None:

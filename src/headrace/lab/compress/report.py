@@ -43,7 +43,8 @@ class Size(BaseModel):
 
 
 class CompressReport(BaseModel):
-    """Written into the folder of the compressed model. ``files``: sha256 of each of the others there."""
+    """Written into the folder of the compressed model. ``compared``: how it was
+    evaluated; ``files``: sha256 of each of the others there."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -62,6 +63,7 @@ class CompressReport(BaseModel):
     seconds: float
     peak_memory_bytes: int
     size: Size
+    compared: dict[str, Any]
     evaluation: Evaluated | None = None
     speed: Speed | None = None
     source_speed: Speed | None = None

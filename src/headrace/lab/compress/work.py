@@ -27,7 +27,8 @@ class Work:
     """One compression's finished layers, for one program at a time; a context.
 
     ``about``: all that the layers depend on. What another compression left here is removed. Files appear
-    whole or not at all: each is written beside its place, and renamed. Raises ConfigError if the folder is in use.
+    whole or not at all: each is written beside its place, and renamed. Raises ConfigError if the folder is in
+    use.
     """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:

@@ -130,7 +130,7 @@ def run_layer(
 
 
 def log_probs(checkpoint: Checkpoint, streams: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Log-softmax rows ``[some, vocab]`` of several last layers' outputs, the same few rows of each at a time."""
+    """Log-softmax rows ``[some, vocab]`` of several last layers' outputs, a few rows of each at a time."""
     architecture = checkpoint.architecture
     norms = {
         name: to_torch(checkpoint.tensor(name), torch.float32, torch.device("cpu"))
