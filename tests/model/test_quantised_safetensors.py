@@ -14,7 +14,9 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.runner import open_cpu_runner
+from headrace.backend.cpu.weights_file import packed_weights
 from headrace.backend.runner import RunnerSettings
 from headrace.backend.torch import reference_logits
 from headrace.errors import ModelFormatError
@@ -386,3 +388,27 @@ def test_any_damage_to_a_config_is_refused_or_read(
         read_all(folder)
     except ModelFormatError as error:
         assert str(error)
+
+
+@pytest.mark.native
+def test_a_damaged_order_points_inside_of_its_row(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed files are never trusted as indices: wrong numbers, no crash. Equal orders are kept once."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    write_folder(plain, tmp_path / "model", CASES["gptq v1 act-order"])
+    checkpoint = SafetensorsCheckpoint(tmp_path / "model")
+    packed = packed_weights(checkpoint, network_graph(checkpoint.architecture)).tensors
+    q, k, v = (packed[f"layers.0.attention.{part}.order"].offset for part in "qkv")
+    assert q == k != v
+    (path,) = (tmp_path / "cache" / "packed").iterdir()
+    raw = bytearray(path.read_bytes())
+    raw[q : q + 256] = b"\xff" * 128 + b"\x7f" * 128
+    path.unlink()  # the mapping keeps its pages
+    path.write_bytes(raw)
+    runner_settings = RunnerSettings(num_blocks=4, max_batch_tokens=64, max_sequences=1, max_model_len=64)
+    runner = open_cpu_runner(checkpoint, runner_settings)
+    try:
+        assert runner.logits(single_batch(PROMPT, 0, [0, 1, 2])).shape == (1, 300)
+    finally:
+        runner.close()
