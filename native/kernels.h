@@ -11,10 +11,10 @@ namespace headrace {
 
 // Packed weight formats. A tile row is 16 output rows x all inputs. Codes lie in tiles of 16 x 32 inputs; a
 // tile is followed by its scales.
-//   u4:  4 x 64 bytes; register j, lane n, byte b holds code[n][4j+b] (low nibble) and code[n][16+4j+b] (high)
-//   u8:  8 x 64 bytes; register j, lane n, byte b holds code[n][4j+b]
-// then 16 scales per 32 (or per 16: two rows) inputs, then as many minimums, or bytes of zero points, when the
-// format has them. Where a scale is of a whole row (group 0), 16 floats end the tile row instead.
+//   u4:  4 x 64 bytes; register j, lane n, byte b holds code[n][4j+b] (low nibble) and code[n][16+4j+b]
+//   (high) u8:  8 x 64 bytes; register j, lane n, byte b holds code[n][4j+b]
+// then 16 scales per 32 (or per 16: two rows) inputs, then as many minimums, or bytes of zero points, when
+// the format has them. Where a scale is of a whole row (group 0), 16 floats end the tile row instead.
 //   bf16, f32: [k][16] per tile row, no scales.
 //   f8:  float8 e4m3, [k][16], then 16 floats: 256 times the scales of the rows.
 struct WeightFormat {

@@ -62,8 +62,10 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
   constexpr int kCodes = Bits == 4 ? 256 : 512;
   constexpr int kScaleRow = Group == 0 ? 0 : 16 * (F32 ? 4 : 2);
   constexpr int kParts = Group == 16 ? 2 : 1;  // scale rows per tile
-  constexpr size_t kTile =
-      kCodes + static_cast<size_t>(kScaleRow + (kMin ? kScaleRow : kZeros ? 16 : 0)) * kParts;
+  constexpr size_t kTile = kCodes + static_cast<size_t>(kScaleRow + (kMin     ? kScaleRow
+                                                                     : kZeros ? 16
+                                                                              : 0)) *
+                                        kParts;
   constexpr int kRegisters = 8 / kParts;  // code registers per scale row
   const int groups = a.k / 32;
   const size_t scale_at = QuantRow::scale_offset(a.k);
@@ -108,8 +110,7 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
       }
       const Vec scale = Group == 0 ? zero() : load_scales(w + kCodes, part, F32);
       const Vec minimum = kMin ? load_scales(w + kCodes + kScaleRow * kParts, part, F32) : zero();
-      const Vec below =
-          kZeros ? sub(zero(), load_u8(w + kCodes + kScaleRow * kParts + 16 * part)) : zero();
+      const Vec below = kZeros ? sub(zero(), load_u8(w + kCodes + kScaleRow * kParts + 16 * part)) : zero();
       HR_UNROLL for (int r = 0; r < MR; ++r) {
         const float step = reinterpret_cast<const float*>(x + r * stride + scale_at)[g];
         const int32_t* sums = reinterpret_cast<const int32_t*>(x + r * stride + sum_at) + g * 2;
@@ -175,9 +176,7 @@ HR_INLINE void dense_rows(const MatmulArgs& a, int tile, int row) {
   }
   for (int k = 0; k < a.k; ++k, w += kStep) {
     Vec weights[NT];
-    HR_UNROLL for (int t = 0; t < NT; ++t) {
-      weights[t] = load_dense<Kind>(w + t * tile_stride);
-    }
+    HR_UNROLL for (int t = 0; t < NT; ++t) { weights[t] = load_dense<Kind>(w + t * tile_stride); }
     HR_UNROLL for (int r = 0; r < MR; ++r) {
       const Vec xs = set1(x[r][k]);
       HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = fma(weights[t], xs, acc[r][t]);

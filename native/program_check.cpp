@@ -129,9 +129,7 @@ void Program::check_operands(const Instruction& in, const std::vector<int64_t>& 
     if (o.offset % 8 != 0) reject("quantised rows are not aligned");
     written(o, rows, quant_row_bytes(in.i0), quant_row_bytes(in.i0), "quantised");
   };
-  const auto matrix_bytes = [&](int64_t n) {
-    return static_cast<int64_t>(in.format.matrix_bytes(n, in.i1));
-  };
+  const auto matrix_bytes = [&](int64_t n) { return static_cast<int64_t>(in.format.matrix_bytes(n, in.i1)); };
   const auto present = [](const Operand& o, const char* what) {
     if (o.base < 0) reject(std::string("missing operand: ") + what);
   };

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace.cli import options
+from headrace.cli import compress_convert, options
 from headrace.cli.progress import download_progress, stage_progress
 from headrace.errors import ConfigError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headrace.lab.compress.report import CompressReport
 
 app = typer.Typer(no_args_is_help=True, help="Make a model smaller, and measure what that costs.")
+app.command()(compress_convert.convert)
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=options.REFERENCE_HELP)]
 OutputFormat = Annotated[

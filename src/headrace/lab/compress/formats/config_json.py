@@ -1,4 +1,4 @@
-"""An :class:`Architecture` as Hugging Face's ``config.json``: the inverse of ``model/weights/hf_config.py``."""
+"""An :class:`Architecture` as ``config.json``: the inverse of ``model/weights/hf_config.py``."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ def _windows(architecture: Architecture) -> dict[str, Any]:
     if window is None:
         return {}
     if architecture.family == "llama":
-        raise ConfigError("A Llama model with an attention window cannot be written as a Transformers folder.")
+        raise ConfigError(
+            "A Llama model with an attention window cannot be written as a Transformers folder."
+        )
     return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ConfigError
-from headrace.lab.compress.quantized import QuantizedLinear
+from headrace.lab.compress.quantized import QuantizedLinear, Scheme
 from headrace.model.checkpoint import Dense
 from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights.load_quantization import quantize
@@ -57,48 +57,45 @@ def encode_embedding(name: str, values: Dense) -> Encoded:
     return encode_dense(name, values, "F16")
 
 
-def encode_linear(name: str, linear: QuantizedLinear, kind: BlockType) -> Encoded:
-    """A rounded weight. Its codes and scales go into the file as they are; groups of more than 32 repeat their
-    scale. In Q4_1 a zero point becomes a minimum in float16, the one thing that is rounded. 4-bit codes may go
-    into Q8_0. What has no exact place in ``kind`` goes into Q8_0 if that has one. Raises ConfigError if none.
-    """
-    found = _blocks(linear, kind) or _blocks(linear, "Q8_0")
-    if found is None:
-        raise ConfigError(
-            f"{name}: groups of {linear.group_size} with {linear.scale.dtype} scales of "
-            f"{linear.scheme.kind}{linear.scheme.bits} have no GGUF type: use groups of a multiple of 32, "
-            "symmetric if 8 bits, without act-order's groups, or write compressed-tensors."
-        )
-    return found
-
-
-def _blocks(linear: QuantizedLinear, kind: BlockType) -> Encoded | None:
-    """The weight in blocks of ``kind``, or None if they cannot hold it."""
-    out, inputs = linear.shape
-    scheme = linear.scheme
-    whole = inputs % BLOCK == 0 and linear.group_size % BLOCK == 0
-    if scheme.kind != "int" or linear.g_idx is not None or not whole:
+def block_type(scheme: Scheme, inputs: int) -> BlockType | None:
+    """The type that holds weights of a scheme; None: there is none."""
+    whole = inputs % BLOCK == 0 and (scheme.group_size or inputs) % BLOCK == 0
+    if scheme.kind != "int" or scheme.act_order == "group" or not whole:
         return None
+    if scheme.bits == 8:
+        return "Q8_0" if scheme.symmetric else None
+    return "Q4_0" if scheme.symmetric else "Q4_1"
+
+
+def no_type(name: str, scheme: Scheme) -> ConfigError:
+    """The error about a weight that GGUF has no type for."""
+    return ConfigError(
+        f"{name}: GGUF has no type for {scheme.kind}{scheme.bits} in groups of "
+        f"{scheme.group_size or 'a whole row'}{'' if scheme.symmetric else ' with zero points'}. It holds "
+        "4-bit integers, and symmetric ones of 8 bits, in groups of a multiple of 32, without act-order's "
+        "groups."
+    )
+
+
+def encode_linear(name: str, linear: QuantizedLinear) -> Encoded:
+    """A rounded weight: its codes and scales go into the file as they are, once for every 32 inputs.
+
+    In Q4_1 a zero point becomes a minimum in float16, the one thing that is rounded. Raises ConfigError, with
+    ``name``, for what has no type, and scales that float16 cannot hold.
+    """
+    kind = block_type(linear.scheme, linear.shape[1])
+    if kind is None or linear.g_idx is not None:
+        raise no_type(name, linear.scheme)
     repeat = linear.group_size // BLOCK
-    scale = np.repeat(linear.scale, repeat, axis=1)[:, : inputs // BLOCK]
+    scale = np.repeat(linear.scale, repeat, axis=1)
     with np.errstate(over="ignore"):
         half = scale.astype(np.float16)
     if not np.array_equal(half.astype(np.float32), scale.astype(np.float32)):
-        return None
-    zero = np.full(scale.shape, 1 << (scheme.bits - 1), np.uint8)
-    if linear.zero is not None:
-        zero = np.repeat(linear.zero, repeat, axis=1)[:, : inputs // BLOCK]
-    if kind == "Q8_0":
-        if scheme.bits == 8 and linear.zero is not None:
-            return None
-        by_input = np.repeat(zero, BLOCK, axis=1)
-        signed = linear.codes.astype(np.int16) - by_input
-        return _encoded("Q8_0", (signed + 128).astype(np.uint8), half, None)
-    if scheme.bits != 4 or (kind == "Q4_0" and linear.zero is not None):
-        return None
-    if kind == "Q4_0":
-        return _encoded("Q4_0", linear.codes, half, None)
-    return _encoded("Q4_1", linear.codes, half, -(half.astype(np.float32) * zero).astype(np.float16))
+        raise ConfigError(f"{name}: its scales need float32, and GGUF has float16: write compressed-tensors.")
+    if kind != "Q4_1" or linear.zero is None:
+        return _encoded(kind, linear.codes, half, None)
+    zero = np.repeat(linear.zero, repeat, axis=1).astype(np.float32)
+    return _encoded(kind, linear.codes, half, (-half.astype(np.float32) * zero).astype(np.float16))
 
 
 def _encoded(

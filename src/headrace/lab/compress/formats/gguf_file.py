@@ -38,8 +38,8 @@ _ELEMENTS = {
 
 
 class GGUFWriter:
-    """A file being written; a context. ``metadata``: ``bool``, ``int`` (unsigned, 32 bits), ``float`` (32 bits),
-    ``str``, lists of ``str``, and numpy arrays. Raises OSError.
+    """A file being written; a context. ``metadata``: ``bool``, ``int`` (unsigned, 32 bits), ``float`` (32
+    bits), ``str``, lists of ``str``, and numpy arrays; it may change until the context ends. Raises OSError.
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:

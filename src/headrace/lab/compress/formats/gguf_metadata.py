@@ -22,7 +22,7 @@ def architecture_metadata(architecture: Architecture) -> dict[str, Any]:
     attention = layers[0].attention
     if not math.isclose(attention.scale, attention.head_dim**-0.5, rel_tol=1e-6):
         raise ConfigError(
-            f"GGUF cannot tell an attention scale of {attention.scale:g}, which is not that of the head's width."
+            f"GGUF cannot tell an attention scale of {attention.scale:g}, which is not that of the head."
         )
     keys: dict[str, Any] = {
         "block_count": len(layers),

@@ -35,7 +35,9 @@ def tokenizer_metadata(source: Path, vocab_size: int) -> dict[str, Any]:
         described = json.loads((folder / "tokenizer.json").read_bytes())
         keys = _vocabulary(described, vocab_size)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ModelFormatError(f"{folder / 'tokenizer.json'} is not as tokenizers writes it: {error}.") from None
+        raise ModelFormatError(
+            f"{folder / 'tokenizer.json'} is not as tokenizers writes it: {error}."
+        ) from None
     return keys | _special(tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""Rounded weights in the tensors of a Transformers folder, and the ``quantization_config`` that tells of them."""
+"""Rounded weights as tensors of a Transformers folder, and the ``quantization_config`` that tells of them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,43 @@ Parts = dict[str, NDArray[Any]]
 """Tensors by the last part of their names."""
 
 
+def check_layout(layout: Layout, name: str, scheme: Scheme, shape: tuple[int, int]) -> None:
+    """Raise ConfigError, with ``name``, if the layout cannot hold a weight ``(out, in)`` of this scheme."""
+    if layout == "compressed-tensors":
+        return
+    (out, inputs), bits = shape, scheme.bits
+    if scheme.kind != "int":
+        raise ConfigError(f"{name}: {layout} holds integers, and this is float8: write compressed-tensors.")
+    if layout == "awq":
+        if bits != 4:
+            raise ConfigError(f"{name}: awq holds 4-bit integers: write gptq or compressed-tensors.")
+        if scheme.act_order == "group":
+            raise ConfigError(f"{name}: awq has no place for act-order's groups: write gptq.")
+        if out % 8:
+            raise ConfigError(f"{name}: awq packs eight outputs to a word, and there are {out}.")
+        return
+    for width, what in ((out, "outputs"), (inputs, "inputs")):
+        if width * bits % 32:
+            raise ConfigError(f"{name}: {layout} packs {32 // bits} {what} to a word, and there are {width}.")
+
+
 def parts_of(layout: Layout, name: str, linear: QuantizedLinear) -> Parts:
     """The tensors of one weight. Raises ConfigError, with ``name``, for what the layout cannot hold."""
+    check_layout(layout, name, linear.scheme, linear.shape)
     if layout == "awq":
         return _awq(name, linear)
     if layout == "compressed-tensors":
         return _compressed(linear)
-    return _gptq(name, linear, v2=layout == "gptq-v2")
+    return _gptq(name, linear, v1=is_v1(layout, linear.scheme))
 
 
-def quantization_config(
-    layout: Layout, schemes: Mapping[str, Scheme], plain: list[str]
-) -> dict[str, Any]:
+def is_v1(layout: Layout, scheme: Scheme) -> bool:
+    """Whether zero points are stored less one, which everybody reads. Only the middle one survives that in
+    all readers, so weights with zero points are written as v2."""
+    return layout == "gptq" and scheme.symmetric
+
+
+def quantization_config(layout: Layout, schemes: Mapping[str, Scheme], plain: list[str]) -> dict[str, Any]:
     """What ``config.json`` says. ``schemes``: by module name; ``plain``: linears that stay floats.
 
     Raises ConfigError where the layout needs one scheme for all, and there are several.
@@ -62,7 +87,7 @@ def quantization_config(
         "desc_act": any(each.act_order == "group" for each in schemes.values()),
         "sym": scheme.symmetric,
         "lm_head": "lm_head" in schemes,
-        "checkpoint_format": "gptq_v2" if layout == "gptq-v2" else "gptq",
+        "checkpoint_format": "gptq" if is_v1(layout, scheme) else "gptq_v2",
         "pack_dtype": "int32",
     }
 
@@ -103,22 +128,12 @@ def _signed(codes: NDArray[np.uint8]) -> NDArray[np.int8]:
     return (codes ^ np.uint8(0x80)).view(np.int8)
 
 
-def _gptq(name: str, linear: QuantizedLinear, *, v2: bool) -> Parts:
-    (out, inputs), bits = linear.shape, linear.scheme.bits
-    if linear.scheme.kind != "int":
-        raise ConfigError(f"{name}: GPTQ holds integers, and this is float8: write compressed-tensors.")
-    if linear.zero is not None and not v2:
-        raise ConfigError(
-            f"{name}: GPTQ v1 cannot tell a zero point of 0, so only symmetric weights are written so: write "
-            "gptq-v2."
-        )
-    for width, what in ((out, "outputs"), (inputs, "inputs")):
-        if width * bits % 32:
-            raise ConfigError(f"{name}: GPTQ packs {32 // bits} {what} to a word, and there are {width}.")
+def _gptq(name: str, linear: QuantizedLinear, *, v1: bool) -> Parts:
+    bits = linear.scheme.bits
     scale = _half(name, linear)
     middle = np.full(scale.shape, 1 << (bits - 1), np.uint8)
     zero = middle if linear.zero is None else linear.zero
-    if not v2:
+    if v1:
         zero = zero - np.uint8(1)
     return {
         "qweight": np.ascontiguousarray(pack(linear.codes, bits).T),
@@ -129,13 +144,6 @@ def _gptq(name: str, linear: QuantizedLinear, *, v2: bool) -> Parts:
 
 
 def _awq(name: str, linear: QuantizedLinear) -> Parts:
-    out, _ = linear.shape
-    if linear.scheme.kind != "int" or linear.scheme.bits != 4:
-        raise ConfigError(f"{name}: AWQ holds 4-bit integers: write compressed-tensors.")
-    if linear.g_idx is not None:
-        raise ConfigError(f"{name}: AWQ has no place for act-order's groups: write gptq or gptq-v2.")
-    if out % 8:
-        raise ConfigError(f"{name}: AWQ packs eight outputs to a word, and there are {out}.")
     scale = _half(name, linear)
     zero = np.full(scale.shape, 8, np.uint8) if linear.zero is None else linear.zero
     return {

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError
 
 
 @contextmanager
 def published(folder: Path) -> Iterator[Path]:
     """A draft beside ``folder``, hidden, that is synced to disk and renamed to it when the block ends well.
 
-    Raises ConfigError if something is there already; HeadraceError if it cannot be written (a full disk).
-    Whatever goes wrong, nothing is left.
+    Raises ConfigError if something is there already; OSError if it cannot be written (a full disk). Whatever
+    goes wrong, nothing is left.
     """
     refuse_existing(folder)
     draft: Path | None = None
@@ -33,10 +33,6 @@ def published(folder: Path) -> Iterator[Path]:
             folder.rmdir()  # it is empty
         draft.rename(folder)
         _sync(folder.parent)
-    except OSError as error:
-        raise HeadraceError(
-            f"{folder} cannot be written: {error.strerror or error}. Free space there, or choose another place."
-        ) from error
     finally:
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)

@@ -95,7 +95,9 @@ class Shards:
         for name, array in sorted(self._waiting, key=lambda waiting: -waiting[1].dtype.itemsize):
             self._append(name, array)
         self._waiting.clear()
-        header = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}, separators=(",", ":")).encode()
+        header = json.dumps(
+            {"__metadata__": {"format": "pt"}, **self._entries}, separators=(",", ":")
+        ).encode()
         if len(header) > self._room:
             raise ValueError(f"{len(self._entries)} tensors are more than were announced")
         with self._file as file:

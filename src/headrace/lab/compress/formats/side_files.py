@@ -65,7 +65,9 @@ def token_ids(source: Path, files: dict[str, bytes]) -> dict[str, Any]:
 
 def _of_gguf(path: Path) -> dict[str, bytes]:
     files = convert_file(path)
-    config = {key: value for key, value in json.loads(files["tokenizer_config.json"]).items() if value is not None}
+    config = {
+        key: value for key, value in json.loads(files["tokenizer_config.json"]).items() if value is not None
+    }
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     generation = json.loads(files["generation_config.json"])
     kept = {key: value for key, value in generation.items() if value not in (None, [])}
