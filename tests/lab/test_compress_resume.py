@@ -146,6 +146,13 @@ def test_damaged_work_is_not_trusted(files: Path, tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Quantization(asked(files, output), progress=stop).run()
+    for name in ("stream-00002.npy", "layer-00001.safetensors"):
+        path = tmp_path / ".out.work" / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-9])
+        with pytest.raises(ConfigError, match=rf"{name} is damaged: remove the folder"):
+            Quantization(asked(files, output)).run()
+        path.write_bytes(content)
     (tmp_path / ".out.work" / "about.json").write_text("{")
     again = Quantization(asked(files, output))
     assert again.resumes() == 0

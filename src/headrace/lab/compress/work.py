@@ -76,7 +76,13 @@ class Work:
     def stream(self, index: int) -> NDArray[np.float32] | None:
         """The residual stream after that many layers, if it was kept."""
         path = self._stream(index)
-        return np.load(path, allow_pickle=False) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            found: NDArray[np.float32] = np.load(path, allow_pickle=False)
+        except (ValueError, EOFError):
+            raise self._damaged(path) from None
+        return found
 
     def keep_stream(self, index: int, stream: NDArray[np.float32]) -> None:
         """Keep the residual stream after ``index`` layers; the layer itself is not finished by that."""
@@ -117,11 +123,14 @@ class Work:
 
     def layer(self, index: int) -> tuple[dict[str, QuantizedLinear | NDArray[np.float32]], dict[str, Any]]:
         """A finished layer's tensors, as they were kept, and the remarks on it."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(self._layer(index), framework="np") as file:
-            metadata = file.metadata()
-            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
+        try:
+            with safe_open(self._layer(index), framework="np") as file:
+                metadata = file.metadata()
+                arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
+        except SafetensorError:
+            raise self._damaged(self._layer(index)) from None
         tensors: dict[str, QuantizedLinear | NDArray[np.float32]] = {
             key.removesuffix("#dense"): array for key, array in arrays.items() if key.endswith("#dense")
         }
@@ -138,6 +147,9 @@ class Work:
     def remove(self) -> None:
         """Nothing of it is needed any more."""
         shutil.rmtree(self.path)
+
+    def _damaged(self, path: Path) -> ConfigError:
+        return ConfigError(f"{path} is damaged: remove the folder {self.path} to start afresh.")
 
     def _layer(self, index: int) -> Path:
         return self.path / f"layer-{index:05}.safetensors"
