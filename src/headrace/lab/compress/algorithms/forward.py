@@ -13,6 +13,7 @@ from headrace.backend.torch.kv import TorchKV
 from headrace.backend.torch.ops import TorchOps, attend
 from headrace.backend.torch.step import TorchStep
 from headrace.errors import GenerationError
+from headrace.lab.compress.algorithms.scaling import Weights
 from headrace.model.architecture import Architecture, AttentionSpec
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.decoder import decode_layer
@@ -22,7 +23,6 @@ from headrace.model.quant_tensor import QuantTensor
 CHUNK_ROWS = 2048  # rows that go through a layer at a time
 _LOGIT_ROWS = 32  # of each stream: a vocabulary wide
 See = Callable[[str, torch.Tensor], None]
-Weights = dict[str, torch.Tensor]
 
 
 class _SequenceOps(TorchOps):
