@@ -39,7 +39,7 @@ ORDERINGS = (
     ("gptq-int4", "rtn-int4"),
     ("awq-int4", "rtn-int4"),
     ("rtn-int8", "rtn-int4"),
-    ("mixed-int4-int8", "gptq-g64"),
+    ("mixed-int4-int8", "gptq-int4"),
 )
 """The first of each pair diverges less."""
 BARS = {"rtn-int8": 0.001, "smoothquant-w8a8": 0.01}

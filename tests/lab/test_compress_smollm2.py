@@ -18,7 +18,7 @@ RECIPES = {
     "rtn": _ROUND.format(method="rtn", size=64, symmetric="false"),
     "fine": _ROUND.format(method="rtn", size=32, symmetric="false"),
     "rows": _ROUND.format(method="rtn", size=-1, symmetric="false"),
-    "gptq": _ROUND.format(method="gptq", size=64, symmetric="false"),
+    "gptq": "- {step: round, method: gptq, group_size: 64, symmetric: false, act_order: static}",
     "awq": "- {step: awq}\n" + _ROUND.format(method="rtn", size=64, symmetric="false"),
     "rtn-int8": "- {step: round, bits: 8, group_size: 64}",
     "w8a8": "- {step: smoothquant}\n- {step: round, bits: 8, group_size: -1, "

@@ -182,15 +182,16 @@ def matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
 
 _AWQ = {"step": "awq"}
 _FITTED = {"step": "round", "group_size": 128, "fit": True}
+_GPTQ = {"method": "gptq", "symmetric": False, "act_order": "static"}
 _W8A8 = {"step": "round", "bits": 8, "group_size": -1, "input_activations": "dynamic-token"}
 _BUILT_IN: dict[str, list[dict[str, Any]]] = {
     "rtn-int8": [_FITTED | {"bits": 8}],
     "rtn-int4": [_FITTED | {"symmetric": False}],
     "awq-int4": [_AWQ, _FITTED | {"symmetric": False}],
-    "gptq-int4": [_FITTED | {"method": "gptq", "symmetric": False, "act_order": "static"}],
+    "gptq-int4": [_FITTED | _GPTQ],
     "smoothquant-w8a8": [{"step": "smoothquant"}, _W8A8],
     "fp8": [_W8A8 | {"kind": "float8"}],
-    "mixed-int4-int8": [_FITTED | {"method": "gptq", "symmetric": False, "average_bits": 5.0}],
+    "mixed-int4-int8": [_FITTED | _GPTQ | {"average_bits": 5.0}],
 }
 BUILT_IN = tuple(_BUILT_IN)
 """The names of the recipes that come along."""
