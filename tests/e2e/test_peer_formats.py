@@ -43,13 +43,18 @@ print("ANSWERS " + json.dumps(answers))
 """
 
 
-def answers_of(peer: str, program: str, model: Path) -> list[list[int]]:
-    """Greedy tokens of another engine, by its own Python."""
+def python_of(peer: str) -> Path:
+    """The Python of an environment that has another engine."""
     if not os.environ.get("HEADRACE_TEST_PEERS"):
         pytest.skip("HEADRACE_TEST_PEERS is not set")
     python = cache_dir() / "peers" / peer / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no environment of {peer}: make bench-peers makes one")
+    return python
+
+
+def answers_of(python: Path, program: str, model: Path) -> list[list[int]]:
+    """Another engine's greedy tokens."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -85,10 +90,11 @@ def test_they_say_what_we_say(
     tmp_path: Path, peer: str, program: str, target: Target, rounding: Rounding | None
 ) -> None:
     """The same first tokens as ours: later ones part where two are nearly as likely."""
+    python = python_of(peer)
     floats, folder = tmp_path / "floats", tmp_path / "model"
     convert("smollm2-135m", "bf16", floats)
     convert(str(floats), target, folder, rounding=rounding)
-    theirs = answers_of(peer, program, next(folder.glob("*.gguf"), folder))
+    theirs = answers_of(python, program, next(folder.glob("*.gguf"), folder))
     with LLM(str(folder), max_model_len=256) as llm:
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         ours = [list(answer.outputs[0].token_ids) for answer in llm.generate(PROMPTS, params)]
