@@ -76,9 +76,10 @@ def test_another_recipe_model_or_calibration_starts_afresh(files: Path, tmp_path
         Quantization(asked(files, output), progress=stop).run()
     assert Quantization(asked(files, output)).resumes() == 2
     assert Quantization(asked(files, output, samples=8)).resumes() == 0
-    with pytest.raises(KeyboardInterrupt):
-        Quantization(asked(files, output), progress=stop).run()
     assert Quantization(asked(files, output, "awq-int4")).resumes() == 0
+    Quantization(asked(files, output, "awq-int4")).run()
+    Quantization(asked(files, tmp_path / "whole", "awq-int4")).run()
+    assert weights(output) == weights(tmp_path / "whole")
 
 
 def test_killed_it_goes_on_to_the_same_bytes(files: Path, tmp_path: Path) -> None:
@@ -145,6 +146,16 @@ def test_damaged_work_is_not_trusted(files: Path, tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Quantization(asked(files, output), progress=stop).run()
+    for name in ("stream-00002.npy", "layer-00001.safetensors"):
+        path = tmp_path / ".out.work" / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-9])
+        with pytest.raises(ConfigError, match=rf"{name} is damaged: remove the folder"):
+            Quantization(asked(files, output)).run()
+        path.write_bytes(content)
     (tmp_path / ".out.work" / "about.json").write_text("{")
-    assert Quantization(asked(files, output)).resumes() == 0
-    assert [path.name for path in (tmp_path / ".out.work").iterdir()] == ["about.json"]
+    again = Quantization(asked(files, output))
+    assert again.resumes() == 0
+    again.run()
+    Quantization(asked(files, tmp_path / "whole")).run()
+    assert weights(output) == weights(tmp_path / "whole")

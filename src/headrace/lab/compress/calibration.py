@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,11 +61,13 @@ def read_calibration(
     template = _template(tokenizer) if chat_template == "auto" else None
     if source == "default":
         streams = [_cut(pieces, tokenizer, template, sequence_length) for pieces in mixed(progress=progress)]
-        found = [one for together in zip_longest(*streams) for one in together if one is not None]
+        found: Iterator[list[int]] = (
+            one for together in zip_longest(*streams) for one in together if one is not None
+        )
     else:
         pieces = _read_file(Path(source))
-        found = list(_cut(pieces, tokenizer, template, sequence_length, template_needed=chat_template))
-    chosen = tuple(tuple(sequence) for sequence in found[:samples])
+        found = _cut(pieces, tokenizer, template, sequence_length, template_needed=chat_template)
+    chosen = tuple(map(tuple, islice(found, samples)))
     calibration = Calibration(
         chosen,
         {
@@ -135,10 +137,13 @@ def _piece(value: dict[str, Any], where: str) -> Piece:
             return Piece(where, messages=checked_messages(value["messages"]))
         except InvalidRequestError as error:
             raise ConfigError(f"{where}: {error.message}") from None
-    texts = [value.get(key) for key in (("text",) if kinds[0] == "text" else ("prompt", "completion"))]
-    for key, text in zip(("text",) if len(texts) == 1 else ("prompt", "completion"), texts, strict=True):
+    keys = ("text",) if kinds[0] == "text" else ("prompt", "completion")
+    texts = []
+    for key in keys:
+        text = value.get(key)
         if not isinstance(text, str) or not text.strip():
             raise ConfigError(f"{where}: `{key}` must be a text that is not empty")
+        texts.append(text)
     if len(texts) == 1:
         return Piece(where, text=texts[0])
     asked, answered = (

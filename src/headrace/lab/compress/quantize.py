@@ -96,6 +96,8 @@ class Quantization:
         self.plan = make_plan(self._checkpoint.architecture, self.recipe)
         schemes = {name: one.scheme for name, one in self.plan.treatments().items()}
         check_format(asked.output_format, schemes, self._checkpoint)
+        if asked.output.name in ("", ".."):
+            raise ConfigError(f"--output {asked.output}: name a folder that is to be made.")
         if asked.output.exists() and not asked.overwrite:
             raise ConfigError(f"{asked.output} exists: name another folder with --output, or --overwrite.")
         if asked.output.exists() and not (asked.output / JSON_NAME).is_file():
@@ -138,8 +140,8 @@ class Quantization:
 
     def resumes(self) -> int:
         """Layers that an earlier run, ended early, has finished."""
-        with self._work() as work:
-            return work.finished()
+        work = self._work()
+        return work.finished() if work.matches() else 0
 
     def made(self, report: CompressReport) -> bool:
         """Whether a report is of what :meth:`run` would do: source, recipe, format, comparison …"""

@@ -73,12 +73,13 @@ class QuantizedLinear:
         """The float32 matrix ``[out, in]`` that every reader of the codes must arrive at."""
         scale = self.scale.astype(np.float32)[:, self.groups()]
         if self.scheme.kind == "float8":
-            return self.codes.view(FLOAT8).astype(np.float32) * scale
+            values: NDArray[np.float32] = self.codes.view(FLOAT8).astype(np.float32)
+            return values * scale
         if self.zero is None:
             steps = self.codes.astype(np.float32) - np.float32(1 << (self.scheme.bits - 1))
         else:
             steps = self.codes.astype(np.float32) - self.zero.astype(np.float32)[:, self.groups()]
-        return steps * scale
+        return np.asarray(steps * scale, np.float32)
 
     def size_bytes(self) -> int:
         """Bytes of codes, scales, zero points and group indices, packed."""

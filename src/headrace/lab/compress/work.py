@@ -36,6 +36,10 @@ class Work:
         self._about = json.loads(json.dumps(about | {"version": _VERSION}))
         self._lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=0)
 
+    def matches(self) -> bool:
+        """Whether what is there belongs to this compression."""
+        return bool(self._found() == self._about)
+
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -45,7 +49,7 @@ class Work:
                 f"Another headrace compress is at work on {self.path.name.strip('.')}: wait for it, "
                 "or end it."
             ) from None
-        if self.path.exists() and self._found() != self._about:
+        if self.path.exists() and not self.matches():
             shutil.rmtree(self.path)
         self.path.mkdir(exist_ok=True)
         for unfinished in self.path.glob("*.part"):
@@ -72,7 +76,13 @@ class Work:
     def stream(self, index: int) -> NDArray[np.float32] | None:
         """The residual stream after that many layers, if it was kept."""
         path = self._stream(index)
-        return np.load(path, allow_pickle=False) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            found: NDArray[np.float32] = np.load(path, allow_pickle=False)
+        except (ValueError, EOFError):
+            raise self._damaged(path) from None
+        return found
 
     def keep_stream(self, index: int, stream: NDArray[np.float32]) -> None:
         """Keep the residual stream after ``index`` layers; the layer itself is not finished by that."""
@@ -113,22 +123,33 @@ class Work:
 
     def layer(self, index: int) -> tuple[dict[str, QuantizedLinear | NDArray[np.float32]], dict[str, Any]]:
         """A finished layer's tensors, as they were kept, and the remarks on it."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(self._layer(index), framework="np") as file:
-            metadata = file.metadata()
-            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
+        try:
+            with safe_open(self._layer(index), framework="np") as file:
+                metadata = file.metadata()
+                arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
+        except SafetensorError:
+            raise self._damaged(self._layer(index)) from None
         tensors: dict[str, QuantizedLinear | NDArray[np.float32]] = {
             key.removesuffix("#dense"): array for key, array in arrays.items() if key.endswith("#dense")
         }
         for name, scheme in json.loads(metadata["schemes"]).items():
-            parts = {key: arrays.get(f"{name}#{key}") for key in _ARRAYS}
-            tensors[name] = QuantizedLinear(scheme=Scheme(**scheme), **parts)
+            tensors[name] = QuantizedLinear(
+                arrays[f"{name}#codes"],
+                arrays[f"{name}#scale"],
+                Scheme(**scheme),
+                zero=arrays.get(f"{name}#zero"),
+                g_idx=arrays.get(f"{name}#g_idx"),
+            )
         return tensors, json.loads(metadata["remarks"])
 
     def remove(self) -> None:
         """Nothing of it is needed any more."""
         shutil.rmtree(self.path)
+
+    def _damaged(self, path: Path) -> ConfigError:
+        return ConfigError(f"{path} is damaged: remove the folder {self.path} to start afresh.")
 
     def _layer(self, index: int) -> Path:
         return self.path / f"layer-{index:05}.safetensors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,7 @@ def estimate(
     operations, largest = 0.0, 0
     for index in range(len(architecture.layers)):
         prefix = f"layers.{index}."
-        matrices = {
+        matrices: dict[str, tuple[int, ...]] = {
             name: shape for name, shape in shapes.items() if name.startswith(prefix) and len(shape) == 2
         }
         elements = sum(math.prod(shape) for shape in matrices.values())
@@ -61,7 +62,7 @@ def estimate(
     return Estimate(operations / _operations_per_second(threads), int(memory))
 
 
-def _widths(matrices: dict[str, tuple[int, ...]]) -> list[int]:
+def _widths(matrices: Mapping[str, tuple[int, ...]]) -> list[int]:
     """The widths of the layer's four inputs."""
     parts = ("attention.q.weight", "attention.o.weight", "feed_forward.up.weight", "feed_forward.down.weight")
     return [shape[1] for name, shape in matrices.items() if name.split(".", 2)[2] in parts]

@@ -13,15 +13,16 @@ from headrace.backend.torch.kv import TorchKV
 from headrace.backend.torch.ops import TorchOps, attend
 from headrace.backend.torch.step import TorchStep
 from headrace.errors import GenerationError
+from headrace.lab.compress.algorithms.scaling import Weights
 from headrace.model.architecture import Architecture, AttentionSpec
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.decoder import decode_layer
+from headrace.model.ops import Shard
 from headrace.model.quant_tensor import QuantTensor
 
 CHUNK_ROWS = 2048  # rows that go through a layer at a time
 _LOGIT_ROWS = 32  # of each stream: a vocabulary wide
 See = Callable[[str, torch.Tensor], None]
-Weights = dict[str, torch.Tensor]
 
 
 class _SequenceOps(TorchOps):
@@ -31,10 +32,12 @@ class _SequenceOps(TorchOps):
         super().__init__(weights, TorchKV((), 0), step)
         self._see = see
 
-    def linear(self, x: torch.Tensor, name: str, **options: object) -> torch.Tensor:  # type: ignore[override]
+    def linear(
+        self, x: torch.Tensor, name: str, *, bias: bool = False, shard: Shard = "none"
+    ) -> torch.Tensor:
         if self._see is not None:
             self._see(name, x)
-        return super().linear(x, name, **options)  # type: ignore[arg-type]
+        return super().linear(x, name, bias=bias, shard=shard)
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, layer: int
@@ -67,7 +70,8 @@ class Rows:
 
     def chunks(self) -> Iterator[tuple[slice, TorchStep]]:
         """Sequences of about CHUNK_ROWS rows together, and the step that runs them."""
-        begin, held = 0, []
+        begin = 0
+        held: list[int] = []
         for length in self.lengths:
             if held and sum(held) + length > CHUNK_ROWS:
                 yield _chunk(begin, held)
@@ -87,7 +91,7 @@ def _chunk(begin: int, lengths: Sequence[int]) -> tuple[slice, TorchStep]:
 def embed(checkpoint: Checkpoint, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """The residual stream before the first layer, float32 ``[rows, hidden]``; reads only rows it needs."""
     ids = torch.tensor([token for sequence in sequences for token in sequence])
-    used, place = ids.unique(return_inverse=True)
+    used, place = torch.unique(ids, return_inverse=True)
     table = checkpoint.tensor("embed.weight")
     rows = used.numpy()
     taken = table.take_rows(rows) if isinstance(table, QuantTensor) else table[rows]

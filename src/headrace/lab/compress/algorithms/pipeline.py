@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from headrace.lab.compress.plan import Plan, Treatment
 from headrace.lab.compress.recipe import HEAD, Recipe
 from headrace.lab.compress.work import Work
 from headrace.model.checkpoint import Checkpoint
+from headrace.model.store import Progress
 
-Progress = Callable[[str, int, int], None]
 SENSITIVITY_TOKENS = 1024
 """Of the calibration, that tell which layers suffer most; every variant of the model reads them."""
 

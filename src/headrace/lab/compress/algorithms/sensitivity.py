@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -11,12 +11,11 @@ from headrace.lab.compress.algorithms.forward import Rows, embed, load_layer, lo
 from headrace.lab.compress.algorithms.rounding import round_to_nearest
 from headrace.lab.compress.plan import Plan, Treatment
 from headrace.model.checkpoint import Checkpoint
-
-Advance = Callable[[str, int, int], None]
+from headrace.model.store import Progress
 
 
 def layer_divergence(
-    checkpoint: Checkpoint, plan: Plan, sequences: tuple[tuple[int, ...], ...], advance: Advance
+    checkpoint: Checkpoint, plan: Plan, sequences: tuple[tuple[int, ...], ...], progress: Progress
 ) -> list[float]:
     """For each layer the mean KL divergence, in nats per token, of the model in which that layer alone has
     its weights to nearest in their few bits.
@@ -28,7 +27,7 @@ def layer_divergence(
     rows = Rows(tuple(map(len, sequences)))
     streams = [embed(checkpoint, sequences)]  # the model's own, then those of the variants so far
     for index in range(len(architecture.layers)):
-        advance("sensitivity", index, len(architecture.layers))
+        progress("sensitivity", index, len(architecture.layers))
         weights = load_layer(checkpoint, index)
         narrowed = dict(weights)
         for name, treatment in plan.of_layer(index).items():
@@ -37,7 +36,7 @@ def layer_divergence(
         variant = run_layer(architecture, index, narrowed, streams[0], rows, None)
         streams = [run_layer(architecture, index, weights, stream, rows, None) for stream in streams]
         streams.append(variant)
-    advance("sensitivity", len(architecture.layers), len(architecture.layers))
+    progress("sensitivity", len(architecture.layers), len(architecture.layers))
     return _divergences(checkpoint, streams)
 
 
