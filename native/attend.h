@@ -7,6 +7,8 @@
 // depend neither on the rows computed beside it nor on the way the prompt was chunked.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels.h"
 #include "simd.h"
 
@@ -15,9 +17,16 @@ namespace HR_ISA {
 namespace {
 
 constexpr int kTile = 128;
-constexpr int kPartition = 512;
+constexpr int kPartition = kAttentionPartition;
 constexpr int kTileBlocks = kTile / 16;
 constexpr int kVectors = 4;  // query vectors computed together
+
+struct Tile {  // one KV head's keys and values of some blocks in a row
+  const uint8_t* keys[kTileBlocks];
+  const uint8_t* values[kTileBlocks];
+  int blocks;
+  bool near;  // in a cache, as far as one can tell
+};
 
 struct State {  // of each query vector: running maximum, denominator, weighted sum of V
   float* largest;
@@ -25,16 +34,36 @@ struct State {  // of each query vector: running maximum, denominator, weighted 
   float* acc;
 };
 
+// e^x of x <= 0 within 3e-6 of its value, which is far below what rounding a weight to its format does; about
+// 1e-38 below -87. NaN stays NaN. A polynomial of degree four for 2^f, |f| <= 1/2, fitted for the least
+// relative error.
+HR_INLINE Vec weight_of(Vec x) {
+  const Vec y = max(set1(-126.0f), mul(x, set1(1.44269504f)));  // operand order lets NaN through
+  const IVec n = round_to_int(y);
+  const Vec f = sub(y, to_float(n));
+  Vec p = fma(set1(0x1.3997b6p-7f), f, set1(0x1.ca144p-5f));
+  p = fma(p, f, set1(0x1.ec06dcp-3f));
+  p = fma(p, f, set1(0x1.62e0dcp-1f));
+  p = fma(p, f, set1(0x1.ffffe8p-1f));
+  return scale_by_power_of_two(p, n);
+}
+
 // Caps a tile's scores, hides those outside of [begin, end), and returns the largest so far.
 HR_INLINE float cap_and_mask(float* scores, int begin, int end, float softcap, float before) {
   const Vec masked = set1(-INFINITY);
   Vec top = masked;
-  for (int b = 0; b < kTileBlocks; ++b) {
-    Vec x = load(scores + 16 * b);
-    if (softcap != 0.0f) x = mul(set1(softcap), tanh(div(x, set1(softcap))));
-    x = keep_lanes(x, begin - 16 * b, end - 16 * b, masked);
-    store(scores + 16 * b, x);
-    top = max(top, x);
+  if (softcap != 0.0f) {
+    for (int b = 0; b < kTileBlocks; ++b)
+      store(scores + 16 * b, mul(set1(softcap), tanh(div(load(scores + 16 * b), set1(softcap)))));
+  }
+  if (begin == 0 && end == kTile) {
+    for (int b = 0; b < kTileBlocks; ++b) top = max(top, load(scores + 16 * b));
+  } else {
+    for (int b = 0; b < kTileBlocks; ++b) {
+      const Vec x = keep_lanes(load(scores + 16 * b), begin - 16 * b, end - 16 * b, masked);
+      store(scores + 16 * b, x);
+      top = max(top, x);
+    }
   }
   const float in_tile = reduce_max(top);
   return before > in_tile ? before : in_tile;
@@ -86,15 +115,31 @@ HR_INLINE void merge(State into, State from, int vectors, int padded) {
   }
 }
 
+HR_INLINE int vectors_of(const AttentionArgs& a) {
+  return (a.row_end - a.row_begin) * (a.heads / a.kv_heads);
+}
+
+HR_INLINE State state_at(float* at, int vectors) { return {at, at + vectors, at + 2 * vectors}; }
+
+// The rows' outputs, of what they have seen.
+HR_INLINE void write_output(const AttentionArgs& a, State whole) {
+  const int group = a.heads / a.kv_heads, padded = (a.head_dim + 15) / 16 * 16;
+  for (int v = 0; v < vectors_of(a); ++v) {
+    const int row = a.row_begin + v / group;
+    float* out = a.output + static_cast<size_t>(row) * a.output_stride +
+                 static_cast<size_t>(a.kv_head * group + v % group) * a.head_dim;
+    const float* acc = whole.acc + static_cast<size_t>(v) * padded;
+    for (int d = 0; d < a.head_dim; ++d) out[d] = acc[d] / whole.total[v];
+  }
+}
+
 // Format: a KV format's Query, what it makes of a query vector; prepare, which does; and attend_tile for up
 // to kVectors of them.
 template <class Format>
 HR_INLINE void attend(const AttentionArgs& a) {
   const int group = a.heads / a.kv_heads;
-  const int rows = a.row_end - a.row_begin;
-  const int vectors = rows * group;
+  const int vectors = vectors_of(a);
   const int padded = (a.head_dim + 15) / 16 * 16;
-  const size_t part_bytes = kv_head_bytes(Format::kFormat, a.head_dim);
   float* scratch = a.scratch;
   typename Format::Query q[kMaxQueryVectors];
   int first[kMaxQueryVectors], last[kMaxQueryVectors];  // absolute positions seen, last inclusive
@@ -110,23 +155,19 @@ HR_INLINE void attend(const AttentionArgs& a) {
     highest = last[v] > highest ? last[v] : highest;
   }
   scratch += static_cast<size_t>(kMaxQueryVectors) * padded;
-  const auto state = [&]() {
-    State s{scratch, scratch + kMaxQueryVectors, scratch + 2 * kMaxQueryVectors};
-    scratch += static_cast<size_t>(kMaxQueryVectors) * (padded + 2);
-    return s;
-  };
-  const State whole = state(), part = state();
-  clear(whole, vectors, padded);
-  for (int partition = lowest / kPartition * kPartition; partition <= highest; partition += kPartition) {
+  const auto attend_partition = [&](int partition, State part) {
     clear(part, vectors, padded);
     for (int tile = partition; tile < partition + kPartition && tile <= highest; tile += kTile) {
       if (tile + kTile <= lowest) continue;
-      const uint8_t* kv[kTileBlocks];  // this head's part of each block
+      Tile kv;
       const int remaining = (highest - tile) / 16 + 1;
-      const int blocks = remaining < kTileBlocks ? remaining : kTileBlocks;
-      for (int b = 0; b < blocks; ++b)
-        kv[b] = a.kv + static_cast<size_t>(a.block_table[tile / 16 + b]) * a.block_stride +
-                static_cast<size_t>(a.kv_head) * part_bytes;
+      kv.blocks = remaining < kTileBlocks ? remaining : kTileBlocks;
+      kv.near = vectors > kVectors;
+      for (int b = 0; b < kv.blocks; ++b) {
+        const int32_t block = a.block_table[tile / 16 + b];
+        kv.keys[b] = a.kv.keys(a.kv_head, block);
+        kv.values[b] = a.kv.values(a.kv_head, block);
+      }
       for (int v = 0; v < vectors; v += kVectors) {
         int begin[kVectors], end[kVectors];
         const int count = vectors - v < kVectors ? vectors - v : kVectors;
@@ -134,30 +175,25 @@ HR_INLINE void attend(const AttentionArgs& a) {
           begin[i] = first[v + i] > tile ? first[v + i] - tile : 0;
           end[i] = last[v + i] - tile + 1 < kTile ? last[v + i] - tile + 1 : kTile;
         }
-        switch (count) {
-          case 1:
-            Format::template attend_tile<1>(q + v, kv, blocks, begin, end, a.softcap, part, v, a.head_dim);
-            break;
-          case 2:
-            Format::template attend_tile<2>(q + v, kv, blocks, begin, end, a.softcap, part, v, a.head_dim);
-            break;
-          case 3:
-            Format::template attend_tile<3>(q + v, kv, blocks, begin, end, a.softcap, part, v, a.head_dim);
-            break;
-          default:
-            Format::template attend_tile<4>(q + v, kv, blocks, begin, end, a.softcap, part, v, a.head_dim);
-        }
+        const auto attend_some = [&](auto size) {
+          Format::template attend_tile<size.value>(q + v, kv, begin, end, a.softcap, part, v, a.head_dim);
+        };
+        if (count == 1) attend_some(std::integral_constant<int, 1>());
+        if (count == 2) attend_some(std::integral_constant<int, 2>());
+        if (count == 3) attend_some(std::integral_constant<int, 3>());
+        if (count == 4) attend_some(std::integral_constant<int, 4>());
       }
     }
+  };
+  if (a.state) return attend_partition(a.partition * kPartition, state_at(a.state, vectors));
+  const State whole = state_at(scratch, vectors);
+  const State part = state_at(scratch + attention_state_floats(vectors, padded), vectors);
+  clear(whole, vectors, padded);
+  for (int partition = lowest / kPartition * kPartition; partition <= highest; partition += kPartition) {
+    attend_partition(partition, part);
     merge(whole, part, vectors, padded);
   }
-  for (int v = 0; v < vectors; ++v) {
-    const int row = a.row_begin + v / group;
-    float* out = a.output + static_cast<size_t>(row) * a.output_stride +
-                 static_cast<size_t>(a.kv_head * group + v % group) * a.head_dim;
-    const float* acc = whole.acc + static_cast<size_t>(v) * padded;
-    for (int d = 0; d < a.head_dim; ++d) out[d] = acc[d] / whole.total[v];
-  }
+  write_output(a, whole);
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ HR_INLINE void soften(float* scores, Factor* weights, int begin, int end, float 
   Vec sum = zero();
   for (int b = 0; b < kTileBlocks; ++b) {
     // The denominator sums the weights as they are applied, rounded where the path rounds them.
-    sum = add(sum, store_factors(weights + 16 * b, exp(sub(load(scores + 16 * b), shift))));
+    sum = add(sum, store_factors(weights + 16 * b, weight_of(sub(load(scores + 16 * b), shift))));
   }
   fold_tile(s, vector, largest, reduce_add(sum), padded);
 }
@@ -81,19 +81,20 @@ struct Bf16 {
   }
 
   template <int NQ>
-  HR_INLINE void attend_tile(const Query* q, const uint8_t* const* kv, int blocks, const int* begin,
-                             const int* end, float softcap, State s, int first_vector, int head_dim) {
-    const int padded = (head_dim + 15) / 16 * 16;
+  HR_INLINE void attend_tile(const Query* q, const Tile& kv, const int* begin, const int* end, float softcap,
+                             State s, int first_vector, int head_dim) {
+    const int padded = (head_dim + 15) / 16 * 16, blocks = kv.blocks;
     const uint16_t* keys[kTileBlocks];
     const uint16_t* values[kTileBlocks];
     for (int b = 0; b < blocks; ++b) {
-      keys[b] = reinterpret_cast<const uint16_t*>(kv[b]);
-      values[b] = keys[b] + static_cast<size_t>(16) * head_dim;
+      keys[b] = reinterpret_cast<const uint16_t*>(kv.keys[b]);
+      values[b] = reinterpret_cast<const uint16_t*>(kv.values[b]);
     }
     alignas(64) float scores[NQ][kTile];
     alignas(64) Factor weights[NQ][kTile];
+    // Four blocks at once keep the multipliers busy; one after the other they are read from memory sooner.
     int b = 0;
-    for (; b + 4 <= blocks; b += 4) score_blocks<NQ, 4>(q, keys, head_dim, scores, b);
+    for (; kv.near && b + 4 <= blocks; b += 4) score_blocks<NQ, 4>(q, keys, head_dim, scores, b);
     for (; b < blocks; ++b) score_blocks<NQ, 1>(q, keys, head_dim, scores, b);
     for (; b < kTileBlocks; ++b)
       for (int i = 0; i < NQ; ++i) store(scores[i] + 16 * b, zero());
@@ -121,6 +122,15 @@ struct Bf16 {
 }  // namespace
 
 void attention(const AttentionArgs& a) { attend<Bf16>(a); }
+
+void merge_partitions(const AttentionArgs& a, int count) {
+  const int vectors = vectors_of(a), padded = (a.head_dim + 15) / 16 * 16;
+  const State whole = state_at(a.scratch, vectors);
+  clear(whole, vectors, padded);
+  for (int i = 0; i < count; ++i)
+    merge(whole, state_at(a.state + i * attention_state_floats(vectors, padded), vectors), vectors, padded);
+  write_output(a, whole);
+}
 
 }  // namespace HR_ISA
 }  // namespace headrace

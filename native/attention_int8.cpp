@@ -28,7 +28,7 @@ struct Weights {
 };
 
 template <int NQ, int NB>
-HR_INLINE void score_blocks(const Int8Query* q, const uint8_t* const* kv, int head_dim,
+HR_INLINE void score_blocks(const Int8Query* q, const uint8_t* const* keys, int head_dim,
                             float (*scores)[kTile], int first_block) {
   IVec coarse[NQ][NB], fine[NQ][NB];
   HR_UNROLL for (int i = 0; i < NQ; ++i) HR_UNROLL for (int b = 0; b < NB; ++b) {
@@ -37,7 +37,7 @@ HR_INLINE void score_blocks(const Int8Query* q, const uint8_t* const* kv, int he
   }
   for (int d = 0; d < head_dim; d += 4) {
     HR_UNROLL for (int b = 0; b < NB; ++b) {
-      const Bytes k = load_bytes(kv[first_block + b] + static_cast<size_t>(16) * d);
+      const Bytes k = load_bytes(keys[first_block + b] + static_cast<size_t>(16) * d);
       HR_UNROLL for (int i = 0; i < NQ; ++i) {
         coarse[i][b] = dot_u4(coarse[i][b], k, q[i].coarse + d);
         fine[i][b] = dot_u4(fine[i][b], k, q[i].fine + d);
@@ -45,7 +45,7 @@ HR_INLINE void score_blocks(const Int8Query* q, const uint8_t* const* kv, int he
     }
   }
   HR_UNROLL for (int b = 0; b < NB; ++b) {
-    const Vec scale = load(Int8Kv::key_scales(kv[first_block + b], head_dim));
+    const Vec scale = load(reinterpret_cast<const float*>(keys[first_block + b] + int8_key_codes(head_dim)));
     HR_UNROLL for (int i = 0; i < NQ; ++i) {
       const Vec sum = fma(to_float(coarse[i][b]), set1(kFineKeys), to_float(fine[i][b]));
       store(scores[i] + 16 * (first_block + b), mul(mul(sum, set1(q[i].scale)), scale));
@@ -54,7 +54,7 @@ HR_INLINE void score_blocks(const Int8Query* q, const uint8_t* const* kv, int he
 }
 
 // Turns one vector's scores into weights and folds them into its state. [begin, end) is what it may see.
-HR_INLINE void soften(float* scores, const uint8_t* const* kv, int blocks, int head_dim, Weights& weights,
+HR_INLINE void soften(float* scores, const uint8_t* const* values, int blocks, int head_dim, Weights& weights,
                       int begin, int end, float softcap, State s, int vector, int padded) {
   std::memset(&weights, 0, sizeof weights);
   if (begin >= end) return;
@@ -63,11 +63,12 @@ HR_INLINE void soften(float* scores, const uint8_t* const* kv, int blocks, int h
   Vec sum = zero();
   IVec top_bits = izero();  // as integers, magnitudes are in order, NaN above all
   for (int b = 0; b < blocks; ++b) {
-    const Vec p = exp(sub(load(scores + 16 * b), shift));
+    const Vec p = weight_of(sub(load(scores + 16 * b), shift));
     sum = add(sum, p);
     // The scale of a slot that is not seen may be anything, and 0 * NaN is NaN.
     const Vec scaled =
-        keep_lanes(mul(p, load(Int8Kv::value_scales(kv[b], head_dim))), begin - 16 * b, end - 16 * b, zero());
+        keep_lanes(mul(p, load(reinterpret_cast<const float*>(values[b] + int8_value_codes(head_dim)))),
+                   begin - 16 * b, end - 16 * b, zero());
     store(scores + 16 * b, scaled);
     top_bits = max(top_bits, magnitude_bits(scaled));
   }
@@ -142,34 +143,33 @@ struct Int8 {
   }
 
   template <int NQ>
-  HR_INLINE void attend_tile(const Query* q, const uint8_t* const* kv, int blocks, const int* begin,
-                             const int* end, float softcap, State s, int first_vector, int head_dim) {
+  HR_INLINE void attend_tile(const Query* q, const Tile& kv, const int* begin, const int* end, float softcap,
+                             State s, int first_vector, int head_dim) {
+    const int blocks = kv.blocks;
     // As many accumulators as there are registers for.
     constexpr int NB = NQ <= 2 ? 4 : 2, DC = NQ <= 2 ? 4 : 2;
     const int padded = (head_dim + 15) / 16 * 16;
     alignas(64) float scores[NQ][kTile];
     Weights weights[NQ];
     int b = 0;
-    for (; b + NB <= blocks; b += NB) score_blocks<NQ, NB>(q, kv, head_dim, scores, b);
-    for (; b < blocks; ++b) score_blocks<NQ, 1>(q, kv, head_dim, scores, b);
+    for (; kv.near && b + NB <= blocks; b += NB) score_blocks<NQ, NB>(q, kv.keys, head_dim, scores, b);
+    for (; b < blocks; ++b) score_blocks<NQ, 1>(q, kv.keys, head_dim, scores, b);
     for (; b < kTileBlocks; ++b)
       for (int i = 0; i < NQ; ++i) store(scores[i] + 16 * b, zero());
     int from = kTile, to = 0;
     float* acc[NQ];
     for (int i = 0; i < NQ; ++i) {
-      soften(scores[i], kv, blocks, head_dim, weights[i], begin[i], end[i], softcap, s, first_vector + i,
-             padded);
+      soften(scores[i], kv.values, blocks, head_dim, weights[i], begin[i], end[i], softcap, s,
+             first_vector + i, padded);
       acc[i] = s.acc + static_cast<size_t>(first_vector + i) * padded;
       if (begin[i] >= end[i]) continue;
       from = begin[i] < from ? begin[i] : from;
       to = end[i] > to ? end[i] : to;
     }
-    const uint8_t* values[kTileBlocks];
-    for (int i = 0; i < blocks; ++i) values[i] = Int8Kv::values(kv[i], head_dim);
     int d = 0;
     for (; d + 16 * DC <= padded; d += 16 * DC)
-      weigh_values<NQ, DC>(acc, weights, values, head_dim, d, from, to);
-    for (; d < padded; d += 16) weigh_values<NQ, 1>(acc, weights, values, head_dim, d, from, to);
+      weigh_values<NQ, DC>(acc, weights, kv.values, head_dim, d, from, to);
+    for (; d < padded; d += 16) weigh_values<NQ, 1>(acc, weights, kv.values, head_dim, d, from, to);
   }
 };
 

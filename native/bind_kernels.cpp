@@ -148,13 +148,12 @@ void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads,
   a.rope_dim = static_cast<int32_t>(angles.shape(1));
   a.scale = scale;
   a.angles = angles.data();
-  a.kv = kv.data();
-  a.kv_format = int8 ? KvFormat::kInt8 : KvFormat::kBf16;
-  a.block_stride = kv_heads * kv_head_bytes(a.kv_format, head_dim);
+  const KvFormat format = int8 ? KvFormat::kInt8 : KvFormat::kBf16;
+  const size_t block = kv_heads * kv_head_bytes(format, head_dim);
+  a.kv = {kv.data(), static_cast<int64_t>(kv.shape(0) / block), kv_heads, head_dim, format};
   a.slots = slots.data();
   for (size_t i = 0; i < slots.shape(0); ++i)
-    expect(slots.data()[i] >= 0 &&
-               (static_cast<size_t>(slots.data()[i]) / 16 + 1) * a.block_stride <= kv.shape(0),
+    expect(slots.data()[i] >= 0 && (static_cast<size_t>(slots.data()[i]) / 16 + 1) * block <= kv.shape(0),
            "rope: slot outside of the pool");
   kernels_for(isa).rope(a, 0, static_cast<int>(qkv.shape(0)));
 }
@@ -165,7 +164,8 @@ void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads,
   expect(heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0 && heads / kv_heads <= kMaxQueryVectors,
          "attention: heads");
   const int head_dim = static_cast<int>(q.shape(1)) / heads;
-  const size_t block = kv_heads * kv_head_bytes(int8 ? KvFormat::kInt8 : KvFormat::kBf16, head_dim);
+  const KvFormat format = int8 ? KvFormat::kInt8 : KvFormat::kBf16;
+  const size_t block = kv_heads * kv_head_bytes(format, head_dim);
   expect(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1) && positions.shape(0) == q.shape(0),
          "attention: shapes");
   for (size_t i = 0; i < table.shape(0); ++i)
@@ -181,8 +181,7 @@ void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads,
   a.q_stride = q.shape(1);
   a.output = out.data();
   a.output_stride = out.shape(1);
-  a.kv = kv.data();
-  a.block_stride = block;
+  a.kv = {kv.data(), static_cast<int64_t>((kv.shape(0) - 64) / block), kv_heads, head_dim, format};
   a.block_table = table.data();
   a.positions = positions.data();
   a.heads = heads;

@@ -89,35 +89,43 @@ struct NormArgs {
 
 enum class KvFormat : int32_t { kBf16 = 0, kInt8 = 1 };
 
-// One KV head's part of a block of 16 slots. bf16: K as [head_dim / 2][16 slots][2], then V as [8 pairs of
-// slots][head_dim][2].
+// A layer's keys and values. Each KV head has its keys of all blocks side by side, and behind all keys its
+// values likewise, so that a context of neighbouring blocks is two stretches of memory: processors fetch
+// ahead along those, and hardly across pieces that lie apart.
 //
-// int8: K, rotated (rope says how), as [head_dim / 4, rounded up][16 slots][4], each byte 128 too large, then
-// V as [4 fours of slots][head_dim][4], then the float scales of the slots' keys and of their values. A scale
-// belongs to one slot and is fixed when that slot is written.
-struct Int8Kv {
-  static size_t key_bytes(int head_dim) { return static_cast<size_t>(16) * ((head_dim + 3) / 4 * 4); }
-  static size_t scale_offset(int head_dim) {
-    return key_bytes(head_dim) + static_cast<size_t>(16) * head_dim;
+// A block of 16 slots, bf16: K as [head_dim / 2][16 slots][2]; V as [8 pairs of slots][head_dim][2].
+//
+// int8: K, rotated (rope says how), as [head_dim / 4, rounded up][16 slots][4], each byte 128 too large; V as
+// [4 fours of slots][head_dim][4]; each with the float scales of its slots behind it. A scale belongs to one
+// slot and is fixed when that slot is written.
+inline size_t int8_key_codes(int head_dim) { return static_cast<size_t>(16) * ((head_dim + 3) / 4 * 4); }
+inline size_t int8_value_codes(int head_dim) { return static_cast<size_t>(16) * head_dim; }
+inline size_t kv_key_bytes(KvFormat format, int head_dim) {
+  return format == KvFormat::kBf16 ? static_cast<size_t>(32) * head_dim
+                                   : int8_key_codes(head_dim) + 16 * sizeof(float);
+}
+inline size_t kv_value_bytes(KvFormat format, int head_dim) {
+  return format == KvFormat::kBf16 ? static_cast<size_t>(32) * head_dim
+                                   : int8_value_codes(head_dim) + 16 * sizeof(float);
+}
+inline size_t kv_head_bytes(KvFormat format, int head_dim) {
+  return kv_key_bytes(format, head_dim) + kv_value_bytes(format, head_dim);
+}
+template <class Byte>
+struct KvLayer {
+  Byte* base;
+  int64_t blocks;  // of the pool
+  int32_t kv_heads, head_dim;
+  KvFormat format;
+
+  Byte* keys(int head, int64_t block) const {
+    return base + (head * blocks + block) * static_cast<int64_t>(kv_key_bytes(format, head_dim));
   }
-  template <class Byte>
-  static Byte* values(Byte* part, int head_dim) {
-    return part + key_bytes(head_dim);
-  }
-  static const float* key_scales(const uint8_t* part, int head_dim) {
-    return reinterpret_cast<const float*>(part + scale_offset(head_dim));
-  }
-  static const float* value_scales(const uint8_t* part, int head_dim) {
-    return key_scales(part, head_dim) + 16;
-  }
-  static float* scales(uint8_t* part, int head_dim) {  // of keys, then of values
-    return reinterpret_cast<float*>(part + scale_offset(head_dim));
+  Byte* values(int head, int64_t block) const {
+    const auto all_keys = kv_heads * blocks * static_cast<int64_t>(kv_key_bytes(format, head_dim));
+    return base + all_keys + (head * blocks + block) * static_cast<int64_t>(kv_value_bytes(format, head_dim));
   }
 };
-inline size_t kv_head_bytes(KvFormat format, int head_dim) {
-  if (format == KvFormat::kBf16) return static_cast<size_t>(64) * head_dim;
-  return Int8Kv::scale_offset(head_dim) + 2 * 16 * sizeof(float);
-}
 
 struct RopeArgs {  // q/k norm, rotation, scaling of q, and the KV write, for one projected row
   float* qkv;
@@ -129,9 +137,7 @@ struct RopeArgs {  // q/k norm, rotation, scaling of q, and the KV write, for on
   float eps;
   float scale;
   const float* angles;  // per token: cos[rope_dim/2], sin[rope_dim/2]; null = no rotation
-  uint8_t* kv;          // this layer's part of block 0
-  size_t block_stride;  // bytes between blocks
-  KvFormat kv_format;   // int8: q is left rotated as K is
+  KvLayer<uint8_t> kv;  // int8: q is left rotated as K is
   const int32_t* slots;
 };
 
@@ -140,8 +146,7 @@ struct AttentionArgs {
   size_t q_stride;  // floats
   float* output;
   size_t output_stride;
-  const uint8_t* kv;
-  size_t block_stride;         // bytes
+  KvLayer<const uint8_t> kv;
   const int32_t* block_table;  // of this sequence
   const int32_t* positions;    // of the rows below
   int32_t row_begin, row_end;  // token rows, all of one sequence
@@ -150,6 +155,10 @@ struct AttentionArgs {
   int32_t length;  // 0 = causal; else every row sees positions [0, length)
   float softcap;   // 0 = none
   float* scratch;  // attention_scratch_floats(...)
+  // Where what one partition of the context gives is left for merge_partitions, and which: or null for all of
+  // the context at once, with the same bits.
+  float* state;
+  int32_t partition;
 };
 
 struct PoolArgs {  // one sequence's rows to one vector
@@ -165,6 +174,11 @@ struct PoolArgs {  // one sequence's rows to one vector
 // Query vectors that one attention unit keeps in flight: rows x heads per kv head, at most.
 constexpr int kMaxQueryVectors = 64;
 inline int attention_rows_per_unit(int group) { return group >= 16 ? 1 : 16 / group; }
+constexpr int kAttentionPartition = 512;  // positions that are summed by themselves, and merged in order
+// Of a partition's state. head_dim: rounded up to a multiple of 16, as below.
+inline size_t attention_state_floats(int vectors, int head_dim) {
+  return static_cast<size_t>(vectors) * static_cast<size_t>(head_dim + 2);
+}
 inline size_t attention_scratch_floats(int head_dim) {
   return static_cast<size_t>(kMaxQueryVectors) * (3 * static_cast<size_t>(head_dim) + 4);
 }
@@ -181,8 +195,9 @@ struct Kernels {
   void (*glu)(const float* input, size_t stride, int up_offset, int activation, float* output,
               size_t output_stride, uint8_t* quantised, int width, int row_begin, int row_end);
   void (*rope)(const RopeArgs&, int row_begin, int row_end);
-  void (*attention)(const AttentionArgs&);       // over bf16
-  void (*attention_int8)(const AttentionArgs&);  // over int8
+  void (*attention)(const AttentionArgs&);                    // over bf16
+  void (*attention_int8)(const AttentionArgs&);               // over int8
+  void (*merge_partitions)(const AttentionArgs&, int count);  // the states of `count` of them, in order
   void (*embed)(const WeightFormat&, const uint8_t* weights, int k, int padded_k, const int32_t* ids,
                 float scale, bool add, float* output, size_t stride, int row_begin, int row_end);
   void (*pool)(const PoolArgs&);

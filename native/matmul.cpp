@@ -52,20 +52,19 @@ HR_INLINE Bytes tile_codes(const uint8_t* w, int j) {
   return j < 4 ? low_nibbles(both) : high_nibbles(both);
 }
 
-// Quantised weights: MR rows against one tile row of 16 outputs. Rows are interleaved inside a group, so that
-// each code register is made once and the dot products' latencies overlap.
+// Quantised weights: MR rows against NT tile rows of 16 outputs. Rows are interleaved inside a group, so that
+// each code register is made once and the dot products' latencies overlap; tile rows share each load of
+// inputs.
 //
 // first: nobody has read these weights yet, so they come from memory, and are asked for some tiles ahead.
-template <int Bits, bool F32, int Offsets, int Group, int MR>
+template <int Bits, bool F32, int Offsets, int Group, int MR, int NT>
 HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
   constexpr bool kMin = Offsets == WeightFormat::kMinimum, kZeros = Offsets == WeightFormat::kZeroPoints;
   constexpr int kCodes = Bits == 4 ? 256 : 512;
-  constexpr int kScaleRow = Group == 0 ? 0 : 16 * (F32 ? 4 : 2);
   constexpr int kParts = Group == 16 ? 2 : 1;  // scale rows per tile
-  constexpr size_t kTile = kCodes + static_cast<size_t>(kScaleRow + (kMin     ? kScaleRow
-                                                                     : kZeros ? 16
-                                                                              : 0)) *
-                                        kParts;
+  constexpr int kScaleRow = Group == 0 ? 0 : 16 * (F32 ? 4 : 2);
+  constexpr int kBeside = kMin ? kScaleRow : kZeros ? 16 : 0;
+  constexpr size_t kTile = kCodes + static_cast<size_t>(kScaleRow + kBeside) * kParts;
   constexpr int kRegisters = 8 / kParts;  // code registers per scale row
   const int groups = a.k / 32;
   const size_t scale_at = QuantRow::scale_offset(a.k);
@@ -74,11 +73,12 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
   const size_t fine_at = QuantRow::fine_offset(a.k);
   const size_t wide_at = QuantRow::wide_offset(a.k);
   const int32_t zero_point = a.format.zero_point;
-  const uint8_t* w = a.weights + static_cast<size_t>(tile) * a.format.row_bytes(a.k);
+  const size_t tile_row = a.format.row_bytes(a.k);
+  const uint8_t* w = a.weights + static_cast<size_t>(tile) * tile_row;
   const uint8_t* x = a.input + static_cast<size_t>(row) * a.input_stride;
   const size_t stride = a.input_stride;
-  Vec acc[MR];
-  HR_UNROLL for (int r = 0; r < MR; ++r) acc[r] = zero();
+  Vec acc[MR][NT];
+  HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = zero();
   uint64_t any_wide = 0;
   for (int g = 0; g < groups; ++g, w += kTile, any_wide >>= 1) {
     if (g % 64 == 0) {
@@ -87,70 +87,104 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
           reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
     }
     if (first) {
-      for (size_t line = 0; line < kTile; line += 64) prefetch(w + kAhead * kTile + line);
+      HR_UNROLL for (int t = 0; t < NT; ++t) for (size_t line = 0; line < kTile; line += 64)
+          prefetch(w + t * tile_row + kAhead * kTile + line);
     }
     const int8_t* q = reinterpret_cast<const int8_t*>(x) + g * 32;
     for (int part = 0; part < kParts; ++part) {
       const int from = part * kRegisters, to = from + kRegisters;
-      IVec dot[MR];
-      HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] = izero();
+      IVec dot[MR][NT];
+      HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t) dot[r][t] = izero();
       HR_UNROLL for (int j = from; j < to; ++j) {
-        const Bytes codes = tile_codes<Bits>(w, j);
-        HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] =
-            dot_codes<Bits>(dot[r], codes, q + r * stride + 4 * j);
+        Bytes codes[NT];
+        HR_UNROLL for (int t = 0; t < NT; ++t) codes[t] = tile_codes<Bits>(w + t * tile_row, j);
+        HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t) dot[r][t] =
+            dot_codes<Bits>(dot[r][t], codes[t], q + r * stride + 4 * j);
       }
       if (any_wide & 1) {  // 254 q + fine in the rows whose group is wide
         HR_UNROLL for (int r = 0; r < MR; ++r) {
           const uint64_t word = reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
           if (!(word >> (g % 64) & 1)) continue;
-          dot[r] = mul(dot[r], iset1(QuantRow::kWide));
-          HR_UNROLL for (int j = from; j < to; ++j) dot[r] =
-              dot_codes<Bits>(dot[r], tile_codes<Bits>(w, j), q + r * stride + fine_at + 4 * j);
+          HR_UNROLL for (int t = 0; t < NT; ++t) dot[r][t] = mul(dot[r][t], iset1(QuantRow::kWide));
+          HR_UNROLL for (int j = from; j < to; ++j) HR_UNROLL for (int t = 0; t < NT; ++t) dot[r][t] =
+              dot_codes<Bits>(dot[r][t], tile_codes<Bits>(w + t * tile_row, j),
+                              q + r * stride + fine_at + 4 * j);
         }
       }
-      const Vec scale = Group == 0 ? zero() : load_scales(w + kCodes, part, F32);
-      const Vec minimum = kMin ? load_scales(w + kCodes + kScaleRow * kParts, part, F32) : zero();
-      const Vec below = kZeros ? sub(zero(), load_u8(w + kCodes + kScaleRow * kParts + 16 * part)) : zero();
+      Vec scale[NT], minimum[NT], below[NT];  // below: less the zero points
+      HR_UNROLL for (int t = 0; t < NT; ++t) {
+        const uint8_t* scales = w + t * tile_row + kCodes;
+        scale[t] = Group == 0 ? zero() : load_scales(scales, part, F32);
+        minimum[t] = kMin ? load_scales(scales + kScaleRow * kParts, part, F32) : zero();
+        below[t] = kZeros ? sub(zero(), load_u8(scales + kScaleRow * kParts + 16 * part)) : zero();
+      }
       HR_UNROLL for (int r = 0; r < MR; ++r) {
         const float step = reinterpret_cast<const float*>(x + r * stride + scale_at)[g];
         const int32_t* sums = reinterpret_cast<const int32_t*>(x + r * stride + sum_at) + g * 2;
         const int32_t sum = kParts == 1 ? sums[0] + sums[1] : sums[part];
-        if constexpr (Offsets == WeightFormat::kNone) dot[r] = add(dot[r], iset1(-zero_point * sum));
-        Vec value = to_float(dot[r]);
-        if constexpr (kZeros) value = fma(below, set1(static_cast<float>(sum)), value);
-        acc[r] = fma(Group == 0 ? value : mul(value, scale), set1(step), acc[r]);
+        float scaled_sum = 0.0f;
         if constexpr (kMin) {
-          const float scaled_sum = kParts == 1
-                                       ? reinterpret_cast<const float*>(x + r * stride + scaled_sum_at)[g]
-                                       : step * static_cast<float>(sums[part]);
-          acc[r] = fma(minimum, set1(scaled_sum), acc[r]);
+          scaled_sum = kParts == 1 ? reinterpret_cast<const float*>(x + r * stride + scaled_sum_at)[g]
+                                   : step * static_cast<float>(sum);
+        }
+        HR_UNROLL for (int t = 0; t < NT; ++t) {
+          if constexpr (!kMin && !kZeros) dot[r][t] = add(dot[r][t], iset1(-zero_point * sum));
+          Vec value = to_float(dot[r][t]);
+          if constexpr (kZeros) value = fma(below[t], set1(static_cast<float>(sum)), value);
+          if constexpr (Group != 0) value = mul(value, scale[t]);
+          acc[r][t] = fma(value, set1(step), acc[r][t]);
+          if constexpr (kMin) acc[r][t] = fma(minimum[t], set1(scaled_sum), acc[r][t]);
         }
       }
     }
   }
-  const Vec row_scale = Group == 0 ? load(reinterpret_cast<const float*>(w)) : zero();
-  Vec out[MR];
-  HR_UNROLL for (int r = 0; r < MR; ++r) out[r] = Group == 0 ? mul(acc[r], row_scale) : acc[r];
-  for (int r = 0; r < MR; ++r) finish(a, out[r], row + r, tile);
+  if constexpr (Group == 0) {
+    HR_UNROLL for (int t = 0; t < NT; ++t) {
+      const Vec scale = load(reinterpret_cast<const float*>(w + t * tile_row));
+      HR_UNROLL for (int r = 0; r < MR; ++r) acc[r][t] = mul(acc[r][t], scale);
+    }
+  }
+  HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t)
+      finish(a, acc[r][t], row + r, tile + t);
 }
 
+// Rows and tile rows that are computed together: a dot product and an accumulator for each pair of them, 24
+// of 32 registers. Bytes are used as they are loaded, so there two tile rows may share the loads of inputs.
 #if defined(HR_PATH_AVX512)
-constexpr int kManyRows = 12;  // a dot product and an accumulator each: 24 of 32 registers
+template <int Bits>
+constexpr int kManyRows = Bits == 4 ? 12 : 6;
+template <int Bits>
+constexpr int kTiles = Bits == 4 ? 1 : 2;
 #else
+template <int Bits>
 constexpr int kManyRows = 4;
+template <int Bits>
+constexpr int kTiles = 1;
 #endif
+constexpr int kRun = 4;  // tile rows that pass while some rows stay in the first cache
 
-// Tiles outside, rows inside: a tile row comes from memory once, whatever the number of rows.
+// Weights come from memory once, whatever the number of rows: a run of tile rows stays near for all of them.
 template <int Bits, bool F32, int Offsets, int Group>
 void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
-  for (int tile = tile_begin; tile < tile_end; ++tile) {
+  constexpr int kMany = kManyRows<Bits>, kTogether = kTiles<Bits>;
+  for (int run = tile_begin; run < tile_end; run += kRun) {
+    const int run_end = run + kRun < tile_end ? run + kRun : tile_end;
     int row = row_begin;
-    for (; row + kManyRows <= row_end; row += kManyRows)
-      quant_rows<Bits, F32, Offsets, Group, kManyRows>(a, tile, row, row == row_begin);
-    if constexpr (kManyRows > 4)
+    for (; row + kMany <= row_end; row += kMany) {
+      int tile = run;
+      for (; tile + kTogether <= run_end; tile += kTogether)
+        quant_rows<Bits, F32, Offsets, Group, kMany, kTogether>(a, tile, row, row == row_begin);
+      if constexpr (kTogether > 1)
+        for (; tile < run_end; ++tile)
+          quant_rows<Bits, F32, Offsets, Group, kMany, 1>(a, tile, row, row == row_begin);
+    }
+    if constexpr (kMany > 4)
       for (; row + 4 <= row_end; row += 4)
-        quant_rows<Bits, F32, Offsets, Group, 4>(a, tile, row, row == row_begin);
-    for (; row < row_end; ++row) quant_rows<Bits, F32, Offsets, Group, 1>(a, tile, row, row == row_begin);
+        for (int tile = run; tile < run_end; ++tile)
+          quant_rows<Bits, F32, Offsets, Group, 4, 1>(a, tile, row, row == row_begin);
+    for (; row < row_end; ++row)
+      for (int tile = run; tile < run_end; ++tile)
+        quant_rows<Bits, F32, Offsets, Group, 1, 1>(a, tile, row, row == row_begin);
   }
 }
 

@@ -9,9 +9,22 @@
 namespace headrace {
 namespace {
 
-constexpr int kRowBlock = 96;  // rows of activations that stay in cache while weights stream past
+constexpr int kRowBlock = 48;  // rows of activations that stay in cache while weights stream past
 constexpr int kFewRows = 16;   // so few that a matrix takes longer to read than to multiply
 constexpr size_t kWarmBytes = 8192;
+constexpr int kFewUnits = 8;  // of attention, for each thread: with more, all threads are busy to the end
+constexpr size_t kStateFloats = size_t{1} << 20;  // for the states of partitions
+
+struct Range {
+  int begin, end;
+};
+
+// What is thread's of count things.
+Range share(int count, int thread, int threads) {
+  const int64_t all = count;
+  return {static_cast<int>(all * thread / threads), static_cast<int>(all * (thread + 1) / threads)};
+}
+
 }  // namespace
 
 Program::Program(std::vector<Instruction> instructions, Limits limits, const Kernels& kernels, int threads)
@@ -20,7 +33,9 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
       kernels_(kernels),
       pool_(threads),
       barrier_(threads),
-      claims_(new Claim[instructions_.size() * static_cast<size_t>(threads)]) {
+      claims_(new Claim[instructions_.size() * static_cast<size_t>(threads)]),
+      partition_states_(new float[kStateFloats]),
+      partitions_ended_(new Claim[static_cast<size_t>(kFewUnits * threads)]) {
   int largest_head = 16;
   for (const Instruction& in : instructions_) {
     check_instruction(in);
@@ -94,8 +109,7 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
                    const ResultView& result) {
   const int rows = in.logit_rows ? b.logit_rows : b.tokens;
   const int threads = pool_.threads();
-  const int begin = static_cast<int>(static_cast<int64_t>(rows) * thread / threads);
-  const int end = static_cast<int>(static_cast<int64_t>(rows) * (thread + 1) / threads);
+  const auto [begin, end] = share(rows, thread, threads);
   const auto floats = [&](const Operand& o) { return reinterpret_cast<float*>(at(o)); };
   Claim* claims = &claims_[index * static_cast<size_t>(threads)];
   switch (in.op) {
@@ -162,9 +176,7 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
       a.eps = in.f1;
       a.scale = in.f0;
       a.angles = floats(in.in);
-      a.kv = bases_[kKv + in.kv_group] + in.kv_offset;
-      a.block_stride = static_cast<size_t>(limits_.block_bytes[in.kv_group]);
-      a.kv_format = static_cast<KvFormat>(in.i1);
+      a.kv = {layer_kv(in), blocks(in.kv_group), in.kv_heads, in.head_dim, static_cast<KvFormat>(in.i1)};
       a.slots = b.slot_mapping[in.kv_group];
       return kernels_.rope(a, begin, end);
     }
@@ -200,16 +212,16 @@ void Program::warm(size_t index, int thread, const BatchView& b) const {
   if ((in.logit_rows ? b.logit_rows : b.tokens) > kFewRows || in.format.dense()) return;
   const Tiles tiles = tiles_of(in);
   const size_t row = in.format.row_bytes(in.i1);
-  const int first = tiles.first(thread, pool_.threads()), end = tiles.first(thread + 1, pool_.threads());
-  const size_t bytes =
-      std::min(kWarmBytes, row * static_cast<size_t>(tiles.chunk) * static_cast<size_t>(end - first));
-  const uint8_t* weights =
-      at(in.weight) + row * static_cast<size_t>(tiles.chunk) * static_cast<size_t>(first);
+  const Range chunks = share(tiles.chunks, thread, pool_.threads());
+  const size_t chunk = row * static_cast<size_t>(tiles.chunk);
+  const size_t bytes = std::min(kWarmBytes, chunk * static_cast<size_t>(chunks.end - chunks.begin));
+  const uint8_t* weights = at(in.weight) + chunk * static_cast<size_t>(chunks.begin);
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(weights + i);
 }
 
-// Every thread has a run of tiles of its own, so that it reads one stretch of memory, and then helps the
-// others with theirs.
+// With few rows every thread has a run of tiles of its own, so that it reads one stretch of memory; with many
+// it has the rows that it also normalises and quantises, so that they stay in its cache. Whoever is done
+// first helps the others.
 void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows) {
   MatmulArgs a{};
   a.format = in.format;
@@ -224,16 +236,24 @@ void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows)
   a.add = in.i2;
   const Tiles tiles = tiles_of(in);
   const int last = (in.i0 + 15) / 16, threads = pool_.threads();
-  const int blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const bool own_rows = rows >= threads * kRowBlock;
   for (int i = 0; i < threads; ++i) {
-    const int owner = (thread + i) % threads, first = tiles.first(owner, threads);
-    const int count = tiles.first(owner + 1, threads) - first;
+    const int owner = (thread + i) % threads;
+    const Range chunks = own_rows ? Range{0, tiles.chunks} : share(tiles.chunks, owner, threads);
+    const Range mine = own_rows ? share(rows, owner, threads) : Range{0, rows};
+    const int blocks = (mine.end - mine.begin + kRowBlock - 1) / kRowBlock;
+    const int count = chunks.end - chunks.begin;
     std::atomic<int32_t>& next = claims[owner].next;
     for (int u; (u = next.fetch_add(1, std::memory_order_relaxed)) < count * blocks;) {
-      const int tile = (first + u % count) * tiles.chunk, row = u / count * kRowBlock;
-      kernels_.matmul(a, tile, std::min(tile + tiles.chunk, last), row, std::min(row + kRowBlock, rows));
+      const int tile = (chunks.begin + u % count) * tiles.chunk;
+      const int row = mine.begin + u / count * kRowBlock;
+      kernels_.matmul(a, tile, std::min(tile + tiles.chunk, last), row, std::min(row + kRowBlock, mine.end));
     }
   }
+}
+
+uint8_t* Program::layer_kv(const Instruction& in) const {
+  return bases_[kKv + in.kv_group] + in.kv_offset * blocks(in.kv_group);
 }
 
 void Program::attention(const Instruction& in, Claim& claim, int thread, const BatchView& b) {
@@ -246,8 +266,7 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
   a.q_stride = static_cast<size_t>(in.in_stride) / 4;
   a.output = reinterpret_cast<float*>(at(in.out));
   a.output_stride = static_cast<size_t>(in.out_stride) / 4;
-  a.kv = bases_[kKv + in.kv_group] + in.kv_offset;
-  a.block_stride = static_cast<size_t>(limits_.block_bytes[in.kv_group]);
+  a.kv = {layer_kv(in), blocks(in.kv_group), in.kv_heads, in.head_dim, static_cast<KvFormat>(in.i1)};
   a.positions = b.positions;
   a.heads = in.heads;
   a.kv_heads = in.kv_heads;
@@ -255,8 +274,7 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
   a.window = in.window;
   a.softcap = in.f0;
   a.scratch = scratch_[static_cast<size_t>(thread)].data();
-  const int total = static_cast<int>(units.size()) * in.kv_heads;
-  for (int u; (u = claim.next.fetch_add(1, std::memory_order_relaxed)) < total;) {
+  const auto take = [&](int u) -> const Unit& {
     const Unit& unit = units[static_cast<size_t>(u / in.kv_heads)];
     a.block_table =
         b.block_tables[in.kv_group] + static_cast<size_t>(unit.sequence) * b.table_widths[in.kv_group];
@@ -264,8 +282,61 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
     a.row_end = unit.row_end;
     a.kv_head = u % in.kv_heads;
     a.length = in.i0 ? b.positions[b.query_start[unit.sequence + 1] - 1] + 1 : 0;
-    in.i1 ? kernels_.attention_int8(a) : kernels_.attention(a);
+    return unit;
+  };
+  const auto attend = in.i1 ? kernels_.attention_int8 : kernels_.attention;
+  const int total = static_cast<int>(units.size()) * in.kv_heads;
+  if (!splits(in, units, b)) {
+    for (int u; (u = claim.next.fetch_add(1, std::memory_order_relaxed)) < total;) {
+      take(u);
+      attend(a);
+    }
+    return;
   }
+  // A piece of work is one partition of a unit's context for one head; who ends a unit's last one merges
+  // them.
+  int u = 0, begin = 0;                     // a unit and head, and the number of its first piece
+  float* states = partition_states_.get();  // its partitions'
+  for (;;) {
+    const int piece = claim.next.fetch_add(1, std::memory_order_relaxed);
+    Partitions seen = partitions(in, take(u), b);
+    while (piece >= begin + seen.count) {
+      if (++u == total) return;
+      begin += seen.count;
+      states += static_cast<size_t>(seen.count) * seen.state_floats;
+      seen = partitions(in, take(u), b);
+    }
+    a.partition = seen.first + piece - begin;
+    a.state = states + static_cast<size_t>(piece - begin) * seen.state_floats;
+    attend(a);
+    std::atomic<int32_t>& ended = partitions_ended_[static_cast<size_t>(u)].next;
+    if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < seen.count) continue;
+    ended.store(0, std::memory_order_relaxed);
+    a.state = states;
+    kernels_.merge_partitions(a, seen.count);
+  }
+}
+
+Program::Partitions Program::partitions(const Instruction& in, const Unit& unit, const BatchView& b) const {
+  const int first = b.positions[unit.row_begin], last = b.positions[unit.row_end - 1];
+  const int lowest = in.window > 0 && first >= in.window ? first - in.window + 1 : 0;
+  const int vectors = (unit.row_end - unit.row_begin) * (in.heads / in.kv_heads);
+  const int begin = lowest / kAttentionPartition;
+  return {begin, last / kAttentionPartition + 1 - begin,
+          attention_state_floats(vectors, (in.head_dim + 15) / 16 * 16)};
+}
+
+// Whether there are so few units that threads would wait for the longest, and contexts to be split.
+bool Program::splits(const Instruction& in, const std::vector<Unit>& units, const BatchView& b) const {
+  if (in.i0 || static_cast<int>(units.size()) * in.kv_heads > kFewUnits * pool_.threads()) return false;
+  size_t floats = 0;
+  int longest = 0;
+  for (const Unit& unit : units) {
+    const Partitions seen = partitions(in, unit, b);
+    floats += static_cast<size_t>(seen.count * in.kv_heads) * seen.state_floats;
+    longest = std::max(longest, seen.count);
+  }
+  return pool_.threads() > 1 && longest > 1 && floats <= kStateFloats;
 }
 
 void Program::pool(const Instruction& in, Claim& claim, const BatchView& b) {

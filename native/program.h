@@ -50,7 +50,7 @@ struct Instruction {  // mirrored by headrace/backend/cpu/instruction.py, sizes 
   Operand in, out, out2, weight, weight2;
   int64_t in_stride = 0;   // bytes between rows of in
   int64_t out_stride = 0;  // bytes between rows of out
-  int64_t kv_offset = 0;   // bytes from the start of a block to this layer's part
+  int64_t kv_offset = 0;   // bytes that a block's parts of the layers before take
   WeightFormat format{};
   int32_t i0 = 0, i1 = 0, i2 = 0, i3 = 0;
   int32_t heads = 0, kv_heads = 0, head_dim = 0, window = 0;
@@ -106,11 +106,12 @@ class Program {
   struct Unit {  // rows of one sequence that one attention call handles
     int32_t sequence, row_begin, row_end;
   };
-  struct Tiles {  // how a matrix is divided: chunks of so many tiles, a run of chunks for each thread
+  struct Tiles {  // how a matrix is divided: chunks of so many tiles
     int chunk, chunks;
-    int first(int thread, int threads) const {
-      return static_cast<int>(static_cast<int64_t>(chunks) * thread / threads);
-    }
+  };
+  struct Partitions {  // of the context that a unit sees
+    int first, count;
+    size_t state_floats;
   };
   struct alignas(64) Claim {
     std::atomic<int32_t> next{0};
@@ -129,9 +130,13 @@ class Program {
   void matmul(const Instruction& in, Claim* claims, int thread, int rows);
   void warm(size_t index, int thread, const BatchView& batch) const;
   void attention(const Instruction& in, Claim& claim, int thread, const BatchView& batch);
+  Partitions partitions(const Instruction& in, const Unit& unit, const BatchView& batch) const;
+  bool splits(const Instruction& in, const std::vector<Unit>& units, const BatchView& batch) const;
   void pool(const Instruction& in, Claim& claim, const BatchView& batch);
   void sample(const Instruction& in, Claim& claim, int thread, const BatchView& batch,
               const ResultView& result);
+  int64_t blocks(int group) const { return (sizes_[kKv + group] - 64) / limits_.block_bytes[group]; }
+  uint8_t* layer_kv(const Instruction& in) const;
   uint8_t* at(const Operand& o) const { return o.base < 0 ? nullptr : bases_[o.base] + o.offset; }
 
   std::vector<Instruction> instructions_;
@@ -142,6 +147,8 @@ class Program {
   std::vector<uint8_t*> bases_;
   std::vector<int64_t> sizes_;
   std::unique_ptr<Claim[]> claims_;            // per instruction, one a thread; only matmuls use them all
+  std::unique_ptr<float[]> partition_states_;  // when contexts are split between threads
+  std::unique_ptr<Claim[]> partitions_ended_;  // of each unit and head; zero between instructions
   std::vector<std::vector<Unit>> units_;       // per distinct rows-per-unit
   std::vector<int> unit_rows_;                 // rows-per-unit of units_[i]
   std::vector<std::vector<float>> scratch_;    // per thread, attention

@@ -224,7 +224,7 @@ void Program::check_batch(const BatchView& b) const {
   }
   for (int g = 0; g < limits_.kv_groups; ++g) {
     // 64 spare bytes: vector loads may overrun
-    const int64_t blocks = (sizes_[kKv + g] - 64) / limits_.block_bytes[g];
+    const int64_t blocks = this->blocks(g);
     for (int i = 0; i < b.tokens; ++i)
       require(b.slot_mapping[g][i] >= 0 && b.slot_mapping[g][i] < blocks * 16,
               "batch: slot outside of the KV pool");

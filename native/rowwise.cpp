@@ -176,9 +176,10 @@ void glu(const float* input, size_t stride, int up_offset, int activation, float
 
 namespace {
 
-HR_INLINE void write_bf16(uint8_t* part, int slot, const float* k, const float* v, int head_dim) {
-  uint16_t* keys = reinterpret_cast<uint16_t*>(part);
-  uint16_t* values = keys + static_cast<size_t>(16) * head_dim;
+HR_INLINE void write_bf16(uint8_t* key_block, uint8_t* value_block, int slot, const float* k, const float* v,
+                          int head_dim) {
+  uint16_t* keys = reinterpret_cast<uint16_t*>(key_block);
+  uint16_t* values = reinterpret_cast<uint16_t*>(value_block);
   for (int d = 0; d < head_dim; ++d) {
     keys[d / 2 * 32 + slot * 2 + d % 2] = float_to_bf16(k[d]);
     values[(static_cast<size_t>(slot / 2) * head_dim + d) * 2 + slot % 2] = float_to_bf16(v[d]);
@@ -239,13 +240,14 @@ HR_INLINE float quantise_vector(const float* x, int width, Put put) {
   return (top > kSmallest ? top / 127.0f : 0.0f) + (top - top);
 }
 
-HR_INLINE void write_int8(uint8_t* part, int slot, const float* k, const float* v, int head_dim) {
-  uint8_t* values = Int8Kv::values(part, head_dim);
-  float* scales = Int8Kv::scales(part, head_dim);
-  scales[slot] = quantise_vector(k, head_dim, [&](int d, int8_t q) {
-    part[d / 4 * 64 + slot * 4 + d % 4] = static_cast<uint8_t>(q + 128);
+HR_INLINE void write_int8(uint8_t* keys, uint8_t* values, int slot, const float* k, const float* v,
+                          int head_dim) {
+  float* key_scales = reinterpret_cast<float*>(keys + int8_key_codes(head_dim));
+  float* value_scales = reinterpret_cast<float*>(values + int8_value_codes(head_dim));
+  key_scales[slot] = quantise_vector(k, head_dim, [&](int d, int8_t q) {
+    keys[d / 4 * 64 + slot * 4 + d % 4] = static_cast<uint8_t>(q + 128);
   });
-  scales[16 + slot] = quantise_vector(v, head_dim, [&](int d, int8_t q) {
+  value_scales[slot] = quantise_vector(v, head_dim, [&](int d, int8_t q) {
     values[(static_cast<size_t>(slot / 4) * head_dim + d) * 4 + slot % 4] = static_cast<uint8_t>(q);
   });
 }
@@ -254,7 +256,7 @@ HR_INLINE void write_int8(uint8_t* part, int slot, const float* k, const float* 
 
 void rope(const RopeArgs& a, int row_begin, int row_end) {
   const int half = a.rope_dim / 2;
-  const bool int8 = a.kv_format == KvFormat::kInt8;
+  const bool int8 = a.kv.format == KvFormat::kInt8;
   const int block_width = a.head_dim & -a.head_dim;
   const auto head = [&](float* x, const float* weight, const float* angles, float scale) {
     if (weight) norm_row(x, weight, nullptr, a.head_dim, false, a.eps, x, false);
@@ -287,17 +289,16 @@ void rope(const RopeArgs& a, int row_begin, int row_end) {
       for (int i = 0; i < a.head_dim; ++i) q[i] *= 1.0f / static_cast<float>(block_width);  // exact
     }
     const int32_t slot = a.slots[row];
-    uint8_t* block = a.kv + static_cast<size_t>(slot / 16) * a.block_stride;
     for (int h = 0; h < a.kv_heads; ++h) {
       float* k = x + a.k_offset + h * a.head_dim;
       const float* v = x + a.v_offset + h * a.head_dim;
       head(k, a.k_norm, angles, 1.0f);
-      uint8_t* part = block + static_cast<size_t>(h) * kv_head_bytes(a.kv_format, a.head_dim);
+      uint8_t *keys = a.kv.keys(h, slot / 16), *values = a.kv.values(h, slot / 16);
       if (int8) {
         rotate(k, a.head_dim, block_width);
-        write_int8(part, slot % 16, k, v, a.head_dim);
+        write_int8(keys, values, slot % 16, k, v, a.head_dim);
       } else {
-        write_bf16(part, slot % 16, k, v, a.head_dim);
+        write_bf16(keys, values, slot % 16, k, v, a.head_dim);
       }
     }
   }

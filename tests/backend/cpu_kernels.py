@@ -169,16 +169,17 @@ class KVPool:
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.data = np.full(blocks * 64 * kv_heads * head_dim + 64, 0xFF, np.uint8)
 
-    def _blocks(self) -> NDArray[np.uint16]:
-        return self.data[:-64].view(np.uint16).reshape(-1, self.kv_heads, 2, 16 * self.head_dim)
-
     def _keys(self) -> NDArray[np.uint16]:
         """A view ``[blocks, kv_heads, head_dim / 2, 16, 2]``."""
-        return self._blocks()[:, :, 0].reshape(-1, self.kv_heads, self.head_dim // 2, 16, 2)
+        return self._split(0, self.head_dim // 2, 16, 2)
 
     def _values(self) -> NDArray[np.uint16]:
         """A view ``[blocks, kv_heads, 8, head_dim, 2]``."""
-        return self._blocks()[:, :, 1].reshape(-1, self.kv_heads, 8, self.head_dim, 2)
+        return self._split(1, 8, self.head_dim, 2)
+
+    def _split(self, which: int, *shape: int) -> NDArray[np.uint16]:
+        halves = self.data[:-64].view(np.uint16).reshape(2, self.kv_heads, -1, *shape)
+        return halves[which].swapaxes(0, 1)
 
     def keys(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
         """bf16 bits ``[slots, kv_heads, head_dim]``."""
@@ -208,30 +209,31 @@ class Int8Pool:
     int8 = True
 
     def __init__(self, blocks: int, kv_heads: int, head_dim: int) -> None:
-        keys = -(-head_dim // 4) * 64
-        part = np.dtype(
-            [("k", np.uint8, keys), ("v", np.int8, 16 * head_dim), ("scales", np.float32, (2, 16))]
-        )
-        self.data = np.full(blocks * kv_heads * part.itemsize + 64, 0xFF, np.uint8)
-        self._parts = self.data[:-64].view(part).reshape(blocks, kv_heads)
+        keys = np.dtype([("codes", np.uint8, -(-head_dim // 4) * 64), ("scales", np.float32, 16)])
+        values = np.dtype([("codes", np.int8, 16 * head_dim), ("scales", np.float32, 16)])
+        count = blocks * kv_heads
+        split = count * keys.itemsize
+        self.data = np.full(split + count * values.itemsize + 64, 0xFF, np.uint8)
+        self._keys = self.data[:split].view(keys).reshape(kv_heads, blocks).swapaxes(0, 1)
+        self._values = self.data[split:-64].view(values).reshape(kv_heads, blocks).swapaxes(0, 1)
         self.kv_heads, self.head_dim = kv_heads, head_dim
 
     def write(self, slots: NDArray[np.int64], k: Float32, v: Float32) -> tuple[Float64, Float64]:
         """Keep ``k``, ``v [slots, kv_heads, head_dim]``; what they are then."""
         block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         (k_codes, k_scale), (v_codes, v_scale) = _int8(rotated(k)), _int8(v)
-        keys = self._parts["k"].reshape(-1, self.kv_heads, -(-self.head_dim // 4), 16, 4)
-        padded_codes = np.full((len(slots), self.kv_heads, keys.shape[2] * 4), -1)
-        padded_codes[..., : self.head_dim] = k_codes
-        if self.head_dim % 4:  # bytes behind the last feature stay as they were
-            before = keys[block, :, :, at].reshape(padded_codes.shape)[..., self.head_dim :]
-            padded_codes[..., self.head_dim :] = before.astype(np.int64) - 128
-        keys[block, :, :, at] = (padded_codes + 128).reshape(len(slots), self.kv_heads, -1, 4)
-        self._parts["v"].reshape(-1, self.kv_heads, 4, self.head_dim, 4)[block, :, at // 4, :, at % 4] = (
-            v_codes
-        )
-        self._parts["scales"][block, :, 0, at] = k_scale[..., 0]
-        self._parts["scales"][block, :, 1, at] = v_scale[..., 0]
+        key_codes, value_codes = self._keys["codes"], self._values["codes"]  # views, [blocks, kv_heads, …]
+        width = -(-self.head_dim // 4)
+        for index, (of, slot) in enumerate(zip(block, at, strict=True)):
+            for head in range(self.kv_heads):
+                keys = key_codes[of, head].reshape(width, 16, 4)
+                codes = keys[:, slot].reshape(-1).copy()  # bytes behind the last feature stay as they were
+                codes[: self.head_dim] = k_codes[index, head] + 128
+                keys[:, slot] = codes.reshape(width, 4)
+                values = value_codes[of, head].reshape(4, self.head_dim, 4)
+                values[slot // 4, :, slot % 4] = v_codes[index, head]
+        self._keys["scales"][block, :, at] = k_scale[..., 0]
+        self._values["scales"][block, :, at] = v_scale[..., 0]
         keys_kept = rotated(k_codes * k_scale.astype(np.float64)) / rotation_block(self.head_dim)
         return keys_kept, v_codes * v_scale.astype(np.float64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -29,14 +30,22 @@ pytestmark = pytest.mark.native
 
 
 class RandomCheckpoint:
-    """Two layers of seeded noise at int8: implements headrace.model.checkpoint.Checkpoint without a file."""
+    """Two layers of seeded noise at int8: implements headrace.model.checkpoint.Checkpoint without a file.
 
-    def __init__(self) -> None:
+    ``window``: of the second layer.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
         attention = AttentionSpec(
             heads=4, kv_heads=2, head_dim=32, rope=RopeSpec(10_000.0, 32), scale=32**-0.5, qk_norm=NormSpec()
         )
         layer = LayerSpec(attention, FeedForwardSpec(width=160), NormSpec())
-        self.architecture = Architecture("random", 200, 96, 256, (layer, layer), NormSpec(), tied_head=False)
+        other = layer
+        if window is not None:
+            other = dataclasses.replace(
+                layer, attention=dataclasses.replace(attention, window=window), kv_group=1
+            )
+        self.architecture = Architecture("random", 200, 96, 2048, (layer, other), NormSpec(), tied_head=False)
         self.path = Path("random")
 
     def names(self) -> tuple[str, ...]:
@@ -84,6 +93,33 @@ def test_the_same_bits(threads: int) -> None:
     runner = open_runner(threads)
     for _ in range(3):
         np.testing.assert_array_equal(steps(runner), expected)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("window", [None, 700])
+def test_contexts_that_threads_share_have_the_same_bits(window: int | None) -> None:
+    """Alone a long sequence's context is split between threads; beside enough others it is not."""
+    rng = np.random.default_rng(2)
+    tokens, blocks = rng.integers(0, 200, 1700).tolist(), rng.permutation(110).tolist()
+    others = [Piece([number], 0, [110 + number]) for number in range(50)]
+    settings = RunnerSettings(
+        num_blocks=160, max_batch_tokens=80, max_sequences=80, max_model_len=1760, threads=1
+    )
+    groups = 1 if window is None else 2
+    rows = []
+    for threads in (1, 2, 3, 5):
+        runner = open_cpu_runner(RandomCheckpoint(window), dataclasses.replace(settings, threads=threads))
+        for start in range(0, 1690, 65):
+            runner.run(batch_of([Piece(tokens[start : start + 65], start, blocks)], num_groups=groups))
+        for _ in range(3):
+            rows.append(runner.logits(batch_of([Piece(tokens[1690:1691], 1690, blocks)], num_groups=groups)))
+            several = batch_of([Piece(tokens[1688:1691], 1688, blocks)], num_groups=groups)
+            rows.append(runner.logits(several))
+        crowd = batch_of([Piece(tokens[1690:1691], 1690, blocks), *others], num_groups=groups)
+        rows.append(runner.logits(crowd)[:1])
+        runner.close()
+    for row in rows[1:]:
+        np.testing.assert_array_equal(row, rows[0])
 
 
 @pytest.mark.usefixtures("cache")

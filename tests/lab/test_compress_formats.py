@@ -232,7 +232,7 @@ def test_transformers_loads_it(source: Path, tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         theirs = model(input_ids=torch.tensor([PROMPT])).logits[0].numpy()
     ours = reference_logits(open_checkpoint(tmp_path / "out"), PROMPT)
-    bound = 0.05 if "w8a8" in name else 1e-3  # there activations are rounded as well
+    bound = 0.1 if "w8a8" in name else 1e-3  # there activations are rounded as well
     np.testing.assert_allclose(theirs, ours, atol=bound * np.abs(ours).max(), rtol=0)
 
 
@@ -342,9 +342,9 @@ def convert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return call
 
 
-def test_convert_keeps_codes_through_formats(source: Path, tmp_path: Path, convert: Convert) -> None:
+def test_convert_keeps_codes_through_formats(tmp_path: Path, convert: Convert) -> None:
     """Rounded once; after that every format holds the same values."""
-    first = tmp_path / "gptq"
+    first, source = tmp_path / "gptq", make_source(tmp_path / "source", "smollm2")
     done = convert(str(source), "--format", "gptq", "--group-size", "32", "-o", str(first))
     assert done.returncode == 0, done.stderr
     assert "21 are rounded to nearest: int4, groups of 32, symmetric" in done.stdout

@@ -15,11 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.backend.cpu.graph import network_graph
+from headrace.backend.cpu.instruction import Op
 from headrace.backend.cpu.runner import open_cpu_runner
 from headrace.backend.cpu.weights_file import packed_weights
 from headrace.backend.runner import RunnerSettings
 from headrace.backend.torch import reference_logits
 from headrace.errors import ModelFormatError
+from headrace.lab.plan.recorded_step import record_step
+from headrace.lab.plan.source import find
 from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights.quantization_config import method_of
 from headrace.model.weights.quantized_linear import Module
@@ -412,3 +415,19 @@ def test_a_damaged_order_points_inside_of_its_row(
         assert runner.logits(single_batch(PROMPT, 0, [0, 1, 2])).shape == (1, 300)
     finally:
         runner.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("ct int4", 0.5 + 2 / 32), ("ct w8a8", 1.0), ("awq", 0.5 + 2.5 / 32)]
+)
+def test_plans_count_the_bytes_that_there_are(plain: Path, tmp_path: Path, name: str, width: float) -> None:
+    """And record the program that would run, in the formats that it would be packed in."""
+    write_folder(plain, tmp_path / "model", CASES[name])
+    source = find(str(tmp_path / "model"))
+    assert source.stored is not None
+    assert source.stored.matrix_bytes == pytest.approx(width, rel=0.06)  # and the shapes, and scales of rows
+    program = record_step(source)
+    formats = {
+        tuple(row["format"].tolist()) for row in program if row["op"] == Op.MATMUL and not row["logit_rows"]
+    }
+    assert len(formats) == 1

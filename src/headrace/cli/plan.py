@@ -205,18 +205,19 @@ def _here(
     as_json: bool,
 ) -> None:
     from headrace.lab.plan.hardware import read_hardware
-    from headrace.lab.plan.here import measure_here, predict_here
+    from headrace.lab.plan.here import check_here, predict_here
     from headrace.lab.plan.report import here_as_dict
     from headrace.lab.plan.table import asked, here_lines, network_lines
 
     if check and (model is None or source.path is None):
         raise ConfigError("--check runs the model: it needs its weights, not sizes or a shape alone.")
     factors = read_hardware(hardware).engine
-    found = predict_here(source, work, factors, quantization=quantization, threads=threads)
     measured = None
     if check:
         assert model is not None
-        measured = measure_here(model, work, quantization=quantization, threads=threads)
+        found, measured = check_here(model, work, factors, quantization=quantization, threads=threads)
+    else:
+        found = predict_here(source, work, factors, quantization=quantization, threads=threads)
     if as_json:
         print(json.dumps(here_as_dict(source, work, found, measured), indent=2))
         return

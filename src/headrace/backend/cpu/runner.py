@@ -39,6 +39,9 @@ def chosen_isa() -> str:
     return wanted
 
 
+_ANY_BYTE = 0x3C  # numbers of about 0.01 in every format of keys, values and scales
+
+
 def _zeros(size: int) -> NDArray[np.uint8]:
     """``size`` zero bytes, aligned to 64; the system commits pages only when they are touched."""
     raw = np.zeros(size + 64, np.uint8)
@@ -83,8 +86,8 @@ class CpuRunner:
             isa=isa,
             threads=threads,
         )
-        kv = [_zeros(settings.blocks_of(g) * size + _SPARE) for g, size in enumerate(block_bytes)]
-        self._program.bind([weights.data, self._scratch, *kv])
+        self._kv = [_zeros(settings.blocks_of(g) * size + _SPARE) for g, size in enumerate(block_bytes)]
+        self._program.bind([weights.data, self._scratch, *self._kv])
         material = f"{headrace.__version__} {isa} {checkpoint.fingerprint()} {kv_dtype}"
         self.capabilities = Capabilities(
             backend="cpu",
@@ -134,7 +137,9 @@ class CpuRunner:
         return self._output[: len(batch.logit_rows)].copy()
 
     def profile(self, batch: Batch, steps: int = 1) -> list[OpProfile]:
-        """Run ``batch`` so many times: what each kind of operation took, slowest first."""
+        """Run ``batch`` so many times: what each kind of operation took, slowest first. Overwrites all KV."""
+        for pool in self._kv:  # pages that nobody has written are all one page, which stays in the cache
+            pool.fill(_ANY_BYTE)
         self._program.set_profiling(True)
         self._program.take_profile()
         try:
@@ -147,6 +152,7 @@ class CpuRunner:
     def close(self) -> None:
         """Release threads, weights and KV."""
         self._program = None
+        self._kv = []
         self._scratch = self._output = np.empty(0, np.uint8)
 
 

@@ -229,7 +229,7 @@ def _nearest(name: str, weight: NDArray[np.float32], scheme: Scheme) -> Quantize
 
     from headrace.lab.compress.algorithms.rounding import require_finite, round_to_nearest
 
-    tensor = torch.from_numpy(np.ascontiguousarray(weight))
+    tensor = torch.from_numpy(np.array(weight))  # the file's own pages cannot be written
     require_finite(name, tensor)
     return round_to_nearest(tensor, scheme)[0]
 

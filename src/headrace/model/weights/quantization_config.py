@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from headrace.model.weights.compressed_tensors import CompressedTensors
@@ -9,7 +10,11 @@ from headrace.model.weights.gptq_awq import Awq, Gptq
 from headrace.model.weights.hf_keys import Keys
 from headrace.model.weights.quantized_linear import Method
 
-_METHODS = {"compressed-tensors": CompressedTensors, "awq": Awq, "gptq": Gptq}
+_METHODS: dict[str, Callable[[Keys], Method]] = {
+    "compressed-tensors": CompressedTensors,
+    "awq": Awq,
+    "gptq": Gptq,
+}
 
 
 def method_of(config: dict[str, Any]) -> Method | None:

@@ -105,6 +105,20 @@ class SafetensorsCheckpoint:
         file, hf_name = stored
         return (file.entries[hf_name].dtype, file.entries[hf_name].shape)
 
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of all that makes one tensor. Raises KeyError for a name that is not in :meth:`names`."""
+        stored = self._tensors[name]
+        if isinstance(stored, Module):
+            entries = [entry for _, entry in stored.parts.values()]
+        else:
+            entries = [stored[0].entries[stored[1]]]
+        return sum(entry.end - entry.start for entry in entries)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether some linears are quantised in the files."""
+        return any(isinstance(stored, Module) for stored in self._tensors.values())
+
     def fingerprint(self) -> str:
         """Identifies the source cheaply: size, mtime, inode of every file, and the load-time quantisation."""
         digest = hashlib.sha256(repr(self._quantization).encode())
