@@ -27,8 +27,8 @@ void expect(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(what);
 }
 
-WeightFormat make_format(int kind, int scale_bytes, bool has_minimum, int group, int zero_point) {
-  return {kind, scale_bytes, has_minimum, group, zero_point};
+WeightFormat make_format(int kind, int scale_bytes, int offsets, int group, int zero_point) {
+  return {kind, scale_bytes, offsets, group, zero_point};
 }
 
 void quantise(const std::string& isa, Matrix<float> x, OutMatrix<uint8_t> out) {
@@ -52,9 +52,7 @@ void matmul(const std::string& isa, WeightFormat format, Vector<uint8_t> weights
   a.k = format.dense() ? k : padded(k);
   a.add = accumulate;
   const int tiles = (a.n + 15) / 16;
-  const size_t bytes = format.dense()
-                           ? static_cast<size_t>(tiles) * 16 * k * (format.kind == WeightFormat::kF32 ? 4 : 2)
-                           : static_cast<size_t>(tiles) * (a.k / 32) * format.tile_bytes();
+  const size_t bytes = format.matrix_bytes(a.n, a.k);
   const size_t row_bytes = format.dense() ? static_cast<size_t>(k) * 4 : QuantRow::bytes(a.k);
   expect(weights.shape(0) >= bytes, "matmul: too few weight bytes");
   expect(input.shape(0) == out.shape(0) && input.shape(1) == row_bytes, "matmul: wrong input shape");
@@ -117,9 +115,7 @@ void pool(const std::string& isa, Matrix<float> x, Vector<int32_t> query_start, 
 void embed(const std::string& isa, WeightFormat format, Vector<uint8_t> weights, Vector<int32_t> ids,
            int vocab, float scale, OutMatrix<float> out) {
   const int k = static_cast<int>(out.shape(1));
-  const size_t tiles = static_cast<size_t>(vocab + 15) / 16;
-  const size_t bytes = format.dense() ? tiles * 16 * k * (format.kind == WeightFormat::kF32 ? 4 : 2)
-                                      : tiles * (padded(k) / 32) * format.tile_bytes();
+  const size_t bytes = format.matrix_bytes(vocab, format.dense() ? k : padded(k));
   expect(weights.shape(0) >= bytes && ids.shape(0) == out.shape(0), "embed: shapes differ");
   for (size_t i = 0; i < ids.shape(0); ++i)
     expect(ids.data()[i] >= 0 && ids.data()[i] < vocab, "embed: id out of range");
@@ -209,10 +205,11 @@ void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads,
 void bind_kernels(nb::module_& m) {
   nb::class_<WeightFormat>(m, "WeightFormat", "How a matrix is packed; see native/kernels.h.")
       .def("__init__",
-           [](WeightFormat* self, int kind, int scale_bytes, bool has_minimum, int group, int zero_point) {
-             new (self) WeightFormat(make_format(kind, scale_bytes, has_minimum, group, zero_point));
+           [](WeightFormat* self, int kind, int scale_bytes, int offsets, int group, int zero_point) {
+             new (self) WeightFormat(make_format(kind, scale_bytes, offsets, group, zero_point));
            })
-      .def("tile_bytes", &WeightFormat::tile_bytes);
+      .def("tile_bytes", &WeightFormat::tile_bytes)
+      .def("matrix_bytes", &WeightFormat::matrix_bytes);
   m.def("quantise", &quantise);
   m.def("matmul", &matmul);
   m.def("norm", &norm, nb::arg("isa"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("layer"),

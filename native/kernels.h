@@ -9,27 +9,37 @@
 
 namespace headrace {
 
-// Packed weight formats. Codes lie in tiles of 16 output rows x 32 inputs; a tile is followed by its scales.
-//   u4:   4 x 64 bytes; register j, lane n, byte b holds code[n][4j+b] (low nibble) and code[n][16+4j+b]
-//   (high) u8:   8 x 64 bytes; register j, lane n, byte b holds code[n][4j+b] then 16 scales per 32 (or per
-//   16: two rows) inputs, then as many minimums when the format has them. bf16, f32: [k][16] per 16 output
-//   rows, no scales.
+// Packed weight formats. A tile row is 16 output rows x all inputs. Codes lie in tiles of 16 x 32 inputs; a
+// tile is followed by its scales.
+//   u4:  4 x 64 bytes; register j, lane n, byte b holds code[n][4j+b] (low nibble) and code[n][16+4j+b]
+//   (high) u8:  8 x 64 bytes; register j, lane n, byte b holds code[n][4j+b]
+// then 16 scales per 32 (or per 16: two rows) inputs, then as many minimums, or bytes of zero points, when
+// the format has them. Where a scale is of a whole row (group 0), 16 floats end the tile row instead.
+//   bf16, f32: [k][16] per tile row, no scales.
+//   f8:  float8 e4m3, [k][16], then 16 floats: 256 times the scales of the rows.
 struct WeightFormat {
-  enum Kind : int32_t { kU4 = 0, kU8 = 1, kBf16 = 2, kF32 = 3 };
+  enum Kind : int32_t { kU4 = 0, kU8 = 1, kBf16 = 2, kF32 = 3, kF8 = 4 };
+  enum Offsets : int32_t { kNone = 0, kMinimum = 1, kZeroPoints = 2 };
   int32_t kind;
-  int32_t scale_bytes;  // 2 (f16) or 4 (f32); 0 for dense
-  int32_t has_minimum;
-  int32_t group;       // 32, or 16 (u8 only); 0 for dense
-  int32_t zero_point;  // subtracted from every code, exactly, in integers
+  int32_t scale_bytes;  // 2 (f16) or 4 (f32; always of a whole row's); 0 without scales
+  int32_t offsets;      // beside the scales, of each group
+  int32_t group;        // inputs that share a scale: 32, 16, or 0 for a whole row's
+  int32_t zero_point;   // subtracted from every code, exactly, in integers
 
-  bool dense() const { return kind >= kBf16; }
-  size_t tile_bytes() const {  // 16 outputs x 32 inputs
-    if (kind == kF32) return 16 * 32 * 4;
-    if (kind == kBf16) return 16 * 32 * 2;
+  bool dense() const { return kind >= kBf16; }  // multiplied with float32 activations
+  size_t tile_bytes() const {                   // 16 outputs x 32 inputs
+    if (dense()) return static_cast<size_t>(16) * 32 * (kind == kF32 ? 4 : kind == kBf16 ? 2 : 1);
     const size_t codes = kind == kU4 ? 256 : 512;
-    const size_t row = static_cast<size_t>(16) * scale_bytes * (32 / group);
-    return codes + row * (has_minimum ? 2 : 1);
+    if (group == 0) return codes;
+    const size_t scales = static_cast<size_t>(16) * scale_bytes;
+    const size_t beside = offsets == kMinimum ? scales : offsets == kZeroPoints ? 16 : 0;
+    return codes + (scales + beside) * (32 / group);
   }
+  size_t row_bytes(int k) const {  // a tile row; k padded to 32 unless dense
+    const size_t row_scales = group == 0 && scale_bytes ? 64 : 0;
+    return tile_bytes() * static_cast<size_t>(k) / 32 + row_scales;
+  }
+  size_t matrix_bytes(int64_t n, int k) const { return static_cast<size_t>((n + 15) / 16) * row_bytes(k); }
 };
 
 // Quantised activations, one row: int8 q[K], int8 fine[K], float scale[K/32], float scaled_sum[K/32], int32

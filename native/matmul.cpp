@@ -14,6 +14,10 @@ HR_INLINE Vec load_scales(const uint8_t* p, int row, bool f32) {
              : load_f16(reinterpret_cast<const uint16_t*>(p) + 16 * row);
 }
 
+HR_INLINE float row_scale_of(const uint8_t* scales, int lane) {
+  return reinterpret_cast<const float*>(scales)[lane];
+}
+
 HR_INLINE void finish(const MatmulArgs& a, Vec acc, int row, int tile) {
   float* out = a.output + static_cast<size_t>(row) * a.output_stride + static_cast<size_t>(tile) * 16;
   const int lanes = a.n - tile * 16;
@@ -53,12 +57,14 @@ HR_INLINE Bytes tile_codes(const uint8_t* w, int j) {
 // inputs.
 //
 // first: nobody has read these weights yet, so they come from memory, and are asked for some tiles ahead.
-template <int Bits, bool F32, bool Min, int Group, int MR, int NT>
+template <int Bits, bool F32, int Offsets, int Group, int MR, int NT>
 HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
+  constexpr bool kMin = Offsets == WeightFormat::kMinimum, kZeros = Offsets == WeightFormat::kZeroPoints;
   constexpr int kCodes = Bits == 4 ? 256 : 512;
-  constexpr int kScaleRow = 16 * (F32 ? 4 : 2);
-  constexpr int kParts = 32 / Group;  // scale rows per tile
-  constexpr size_t kTile = kCodes + static_cast<size_t>(kScaleRow) * kParts * (Min ? 2 : 1);
+  constexpr int kParts = Group == 16 ? 2 : 1;  // scale rows per tile
+  constexpr int kScaleRow = Group == 0 ? 0 : 16 * (F32 ? 4 : 2);
+  constexpr int kBeside = kMin ? kScaleRow : kZeros ? 16 : 0;
+  constexpr size_t kTile = kCodes + static_cast<size_t>(kScaleRow + kBeside) * kParts;
   constexpr int kRegisters = 8 / kParts;  // code registers per scale row
   const int groups = a.k / 32;
   const size_t scale_at = QuantRow::scale_offset(a.k);
@@ -67,7 +73,7 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
   const size_t fine_at = QuantRow::fine_offset(a.k);
   const size_t wide_at = QuantRow::wide_offset(a.k);
   const int32_t zero_point = a.format.zero_point;
-  const size_t tile_row = static_cast<size_t>(groups) * kTile;
+  const size_t tile_row = a.format.row_bytes(a.k);
   const uint8_t* w = a.weights + static_cast<size_t>(tile) * tile_row;
   const uint8_t* x = a.input + static_cast<size_t>(row) * a.input_stride;
   const size_t stride = a.input_stride;
@@ -105,27 +111,37 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
                               q + r * stride + fine_at + 4 * j);
         }
       }
-      Vec scale[NT], minimum[NT];
+      Vec scale[NT], minimum[NT], below[NT];  // below: less the zero points
       HR_UNROLL for (int t = 0; t < NT; ++t) {
         const uint8_t* scales = w + t * tile_row + kCodes;
-        scale[t] = load_scales(scales, part, F32);
-        minimum[t] = Min ? load_scales(scales + kScaleRow * kParts, part, F32) : zero();
+        scale[t] = Group == 0 ? zero() : load_scales(scales, part, F32);
+        minimum[t] = kMin ? load_scales(scales + kScaleRow * kParts, part, F32) : zero();
+        below[t] = kZeros ? sub(zero(), load_u8(scales + kScaleRow * kParts + 16 * part)) : zero();
       }
       HR_UNROLL for (int r = 0; r < MR; ++r) {
         const float step = reinterpret_cast<const float*>(x + r * stride + scale_at)[g];
         const int32_t* sums = reinterpret_cast<const int32_t*>(x + r * stride + sum_at) + g * 2;
         const int32_t sum = kParts == 1 ? sums[0] + sums[1] : sums[part];
         float scaled_sum = 0.0f;
-        if constexpr (Min) {
+        if constexpr (kMin) {
           scaled_sum = kParts == 1 ? reinterpret_cast<const float*>(x + r * stride + scaled_sum_at)[g]
                                    : step * static_cast<float>(sum);
         }
         HR_UNROLL for (int t = 0; t < NT; ++t) {
-          if constexpr (!Min) dot[r][t] = add(dot[r][t], iset1(-zero_point * sum));
-          acc[r][t] = fma(mul(to_float(dot[r][t]), scale[t]), set1(step), acc[r][t]);
-          if constexpr (Min) acc[r][t] = fma(minimum[t], set1(scaled_sum), acc[r][t]);
+          if constexpr (!kMin && !kZeros) dot[r][t] = add(dot[r][t], iset1(-zero_point * sum));
+          Vec value = to_float(dot[r][t]);
+          if constexpr (kZeros) value = fma(below[t], set1(static_cast<float>(sum)), value);
+          if constexpr (Group != 0) value = mul(value, scale[t]);
+          acc[r][t] = fma(value, set1(step), acc[r][t]);
+          if constexpr (kMin) acc[r][t] = fma(minimum[t], set1(scaled_sum), acc[r][t]);
         }
       }
+    }
+  }
+  if constexpr (Group == 0) {
+    HR_UNROLL for (int t = 0; t < NT; ++t) {
+      const Vec scale = load(reinterpret_cast<const float*>(w + t * tile_row));
+      HR_UNROLL for (int r = 0; r < MR; ++r) acc[r][t] = mul(acc[r][t], scale);
     }
   }
   HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t)
@@ -148,7 +164,7 @@ constexpr int kTiles = 1;
 constexpr int kRun = 4;  // tile rows that pass while some rows stay in the first cache
 
 // Weights come from memory once, whatever the number of rows: a run of tile rows stays near for all of them.
-template <int Bits, bool F32, bool Min, int Group>
+template <int Bits, bool F32, int Offsets, int Group>
 void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   constexpr int kMany = kManyRows<Bits>, kTogether = kTiles<Bits>;
   for (int run = tile_begin; run < tile_end; run += kRun) {
@@ -157,26 +173,34 @@ void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_beg
     for (; row + kMany <= row_end; row += kMany) {
       int tile = run;
       for (; tile + kTogether <= run_end; tile += kTogether)
-        quant_rows<Bits, F32, Min, Group, kMany, kTogether>(a, tile, row, row == row_begin);
+        quant_rows<Bits, F32, Offsets, Group, kMany, kTogether>(a, tile, row, row == row_begin);
       if constexpr (kTogether > 1)
         for (; tile < run_end; ++tile)
-          quant_rows<Bits, F32, Min, Group, kMany, 1>(a, tile, row, row == row_begin);
+          quant_rows<Bits, F32, Offsets, Group, kMany, 1>(a, tile, row, row == row_begin);
     }
     if constexpr (kMany > 4)
       for (; row + 4 <= row_end; row += 4)
         for (int tile = run; tile < run_end; ++tile)
-          quant_rows<Bits, F32, Min, Group, 4, 1>(a, tile, row, row == row_begin);
+          quant_rows<Bits, F32, Offsets, Group, 4, 1>(a, tile, row, row == row_begin);
     for (; row < row_end; ++row)
       for (int tile = run; tile < run_end; ++tile)
-        quant_rows<Bits, F32, Min, Group, 1, 1>(a, tile, row, row == row_begin);
+        quant_rows<Bits, F32, Offsets, Group, 1, 1>(a, tile, row, row == row_begin);
   }
 }
 
+template <int Kind>
+HR_INLINE Vec load_dense(const uint8_t* p) {
+  if constexpr (Kind == WeightFormat::kF32) return load(reinterpret_cast<const float*>(p));
+  if constexpr (Kind == WeightFormat::kF8) return load_f8(p);
+  return load_bf16(reinterpret_cast<const uint16_t*>(p));
+}
+
 // Dense weights: MR rows against NT tile rows of 16 outputs.
-template <bool F32, int MR, int NT>
+template <int Kind, int MR, int NT>
 HR_INLINE void dense_rows(const MatmulArgs& a, int tile, int row) {
-  constexpr int kStep = F32 ? 64 : 32;  // bytes per input
-  const size_t tile_stride = static_cast<size_t>(a.k) * kStep;
+  constexpr bool kScaled = Kind == WeightFormat::kF8;
+  constexpr int kStep = Kind == WeightFormat::kF32 ? 64 : kScaled ? 16 : 32;  // bytes per input
+  const size_t tile_stride = a.format.row_bytes(a.k);
   const uint8_t* w = a.weights + static_cast<size_t>(tile) * tile_stride;
   const float* x[MR];
   Vec acc[MR][NT];
@@ -186,55 +210,71 @@ HR_INLINE void dense_rows(const MatmulArgs& a, int tile, int row) {
   }
   for (int k = 0; k < a.k; ++k, w += kStep) {
     Vec weights[NT];
-    HR_UNROLL for (int t = 0; t < NT; ++t) {
-      const uint8_t* p = w + t * tile_stride;
-      weights[t] =
-          F32 ? load(reinterpret_cast<const float*>(p)) : load_bf16(reinterpret_cast<const uint16_t*>(p));
-    }
+    HR_UNROLL for (int t = 0; t < NT; ++t) { weights[t] = load_dense<Kind>(w + t * tile_stride); }
     HR_UNROLL for (int r = 0; r < MR; ++r) {
       const Vec xs = set1(x[r][k]);
       HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = fma(weights[t], xs, acc[r][t]);
+    }
+  }
+  if constexpr (kScaled) {
+    HR_UNROLL for (int t = 0; t < NT; ++t) {
+      const Vec scale = load(reinterpret_cast<const float*>(w + t * tile_stride));
+      HR_UNROLL for (int r = 0; r < MR; ++r) acc[r][t] = mul(acc[r][t], scale);
     }
   }
   HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t)
       finish(a, acc[r][t], row + r, tile + t);
 }
 
-template <bool F32, int NT>
+template <int Kind, int NT>
 HR_INLINE void dense_tiles(const MatmulArgs& a, int tile, int row_begin, int row_end) {
   int row = row_begin;
-  for (; row + 4 <= row_end; row += 4) dense_rows<F32, 4, NT>(a, tile, row);
-  for (; row < row_end; ++row) dense_rows<F32, 1, NT>(a, tile, row);
+  for (; row + 4 <= row_end; row += 4) dense_rows<Kind, 4, NT>(a, tile, row);
+  for (; row < row_end; ++row) dense_rows<Kind, 1, NT>(a, tile, row);
 }
 
-template <bool F32>
+template <int Kind>
 void dense_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   int tile = tile_begin;
-  for (; tile + 4 <= tile_end; tile += 4) dense_tiles<F32, 4>(a, tile, row_begin, row_end);
-  for (; tile < tile_end; ++tile) dense_tiles<F32, 1>(a, tile, row_begin, row_end);
+  for (; tile + 4 <= tile_end; tile += 4) dense_tiles<Kind, 4>(a, tile, row_begin, row_end);
+  for (; tile < tile_end; ++tile) dense_tiles<Kind, 1>(a, tile, row_begin, row_end);
+}
+
+using QuantMatmul = void (*)(const MatmulArgs&, int, int, int, int);
+
+template <int Bits, bool F32, int Group>
+constexpr QuantMatmul kByOffsets[3] = {quant_matmul<Bits, F32, WeightFormat::kNone, Group>,
+                                       quant_matmul<Bits, F32, WeightFormat::kMinimum, Group>,
+                                       quant_matmul<Bits, F32, WeightFormat::kZeroPoints, Group>};
+
+template <int Bits>
+void quant_matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
+  const WeightFormat& f = a.format;
+  const bool wide = f.scale_bytes == 4;
+  QuantMatmul function = quant_matmul<Bits, true, WeightFormat::kNone, 0>;
+  if (f.group == 32)
+    function = wide ? kByOffsets<Bits, true, 32>[f.offsets] : kByOffsets<Bits, false, 32>[f.offsets];
+  else if (f.group == 16)
+    function = wide ? kByOffsets<Bits, true, 16>[f.offsets] : kByOffsets<Bits, false, 16>[f.offsets];
+  function(a, tile_begin, tile_end, row_begin, row_end);
 }
 
 }  // namespace
 
 void matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
-  using Function = void (*)(const MatmulArgs&, int, int, int, int);
-  static const Function four_bits[2][2] = {
-      // [f32][min]
-      {quant_matmul<4, false, false, 32>, quant_matmul<4, false, true, 32>},
-      {quant_matmul<4, true, false, 32>, quant_matmul<4, true, true, 32>}};
-  static const Function eight_bits[2][2][2] = {
-      // [f32][min][group 16]
-      {{quant_matmul<8, false, false, 32>, quant_matmul<8, false, false, 16>},
-       {quant_matmul<8, false, true, 32>, quant_matmul<8, false, true, 16>}},
-      {{quant_matmul<8, true, false, 32>, quant_matmul<8, true, false, 16>},
-       {quant_matmul<8, true, true, 32>, quant_matmul<8, true, true, 16>}}};
-  const WeightFormat& f = a.format;
-  if (f.kind == WeightFormat::kBf16) return dense_matmul<false>(a, tile_begin, tile_end, row_begin, row_end);
-  if (f.kind == WeightFormat::kF32) return dense_matmul<true>(a, tile_begin, tile_end, row_begin, row_end);
-  const int wide = f.scale_bytes == 4, minimum = f.has_minimum != 0;
-  const Function function =
-      f.kind == WeightFormat::kU4 ? four_bits[wide][minimum] : eight_bits[wide][minimum][f.group == 16];
-  function(a, tile_begin, tile_end, row_begin, row_end);
+  using W = WeightFormat;
+  switch (a.format.kind) {
+    case W::kBf16:
+      return dense_matmul<W::kBf16>(a, tile_begin, tile_end, row_begin, row_end);
+    case W::kF32:
+      return dense_matmul<W::kF32>(a, tile_begin, tile_end, row_begin, row_end);
+    case W::kF8:
+      return dense_matmul<W::kF8>(a, tile_begin, tile_end, row_begin, row_end);
+    case W::kU4:
+      return quant_matmul_of<4>(a, tile_begin, tile_end, row_begin, row_end);
+    default:
+      return quant_matmul_of<8>(a, tile_begin, tile_end, row_begin, row_end);
+  }
 }
 
 // Rows of an embedding table, dequantised from its packed tiles (a tied head shares them); `add` adds them to
@@ -246,12 +286,16 @@ void embed(const WeightFormat& f, const uint8_t* weights, int k, int padded_k, c
     const int lane = id % 16;
     float* out = output + static_cast<size_t>(row) * stride;
     if (f.dense()) {
-      const size_t step = f.kind == WeightFormat::kF32 ? 64 : 32;
-      const uint8_t* w = weights + static_cast<size_t>(id / 16) * k * step;
+      const size_t step = f.tile_bytes() / 32;
+      const uint8_t* w = weights + static_cast<size_t>(id / 16) * f.row_bytes(k);
+      const float row_scale = f.kind == WeightFormat::kF8 ? row_scale_of(w + k * step, lane) : 1.0f;
       for (int i = 0; i < k; ++i, w += step) {
-        float x;
+        float x, t[16];
         if (f.kind == WeightFormat::kF32) {
           x = reinterpret_cast<const float*>(w)[lane];
+        } else if (f.kind == WeightFormat::kF8) {
+          store(t, load_f8(w));
+          x = t[lane] * row_scale;
         } else {
           const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(w)[lane]) << 16;
           std::memcpy(&x, &bits, 4);
@@ -261,18 +305,23 @@ void embed(const WeightFormat& f, const uint8_t* weights, int k, int padded_k, c
       continue;
     }
     const size_t tile_bytes = f.tile_bytes();
-    const int parts = 32 / f.group;
+    const int parts = f.group == 16 ? 2 : 1;
     const int codes_bytes = f.kind == WeightFormat::kU4 ? 256 : 512;
-    const uint8_t* w = weights + static_cast<size_t>(id / 16) * (padded_k / 32) * tile_bytes;
+    const uint8_t* w = weights + static_cast<size_t>(id / 16) * f.row_bytes(padded_k);
+    const float row_scale = f.group == 0 ? row_scale_of(w + padded_k / 32 * tile_bytes, lane) : 0.0f;
     for (int base = 0; base < k; base += 32, w += tile_bytes) {
-      float scales[2], minimums[2] = {0.0f, 0.0f}, t[16];
-      for (int part = 0; part < parts; ++part) {
+      float scales[2] = {row_scale, row_scale}, minimums[2] = {0.0f, 0.0f}, t[16];
+      int zero_points[2] = {f.zero_point, f.zero_point};
+      for (int part = 0; part < parts && f.group != 0; ++part) {
         store(t, load_scales(w + codes_bytes, part, f.scale_bytes == 4));
         scales[part] = t[lane];
-        if (f.has_minimum) {
-          store(t, load_scales(w + codes_bytes + 16 * f.scale_bytes * parts, part, f.scale_bytes == 4));
+        const uint8_t* beside = w + codes_bytes + 16 * f.scale_bytes * parts;
+        if (f.offsets == WeightFormat::kMinimum) {
+          store(t, load_scales(beside, part, f.scale_bytes == 4));
           minimums[part] = t[lane];
+          zero_points[part] = 0;
         }
+        if (f.offsets == WeightFormat::kZeroPoints) zero_points[part] = beside[16 * part + lane];
       }
       const int count = k - base < 32 ? k - base : 32;
       for (int i = 0; i < count; ++i) {
@@ -285,7 +334,7 @@ void embed(const WeightFormat& f, const uint8_t* weights, int k, int padded_k, c
           code = w[64 * (i / 4) + 4 * lane + i % 4];
         }
         const int part = parts == 1 ? 0 : i / 16;
-        const float value = static_cast<float>(code - (f.has_minimum ? 0 : f.zero_point)) * scales[part];
+        const float value = static_cast<float>(code - zero_points[part]) * scales[part];
         const float x = (value + minimums[part]) * scale;
         out[base + i] = add ? out[base + i] + x : x;
       }

@@ -153,6 +153,17 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
     }
     case kQuantise:
       return kernels_.quantise(floats(in.in), in.in_stride / 4, at(in.out), in.i0, begin, end);
+    case kReorder: {
+      const int32_t* order = reinterpret_cast<const int32_t*>(at(in.weight));
+      for (int row = begin; row < end; ++row) {
+        const float* from = floats(in.in) + static_cast<size_t>(row) * (in.in_stride / 4);
+        float* out = floats(in.out) + static_cast<size_t>(row) * (in.out_stride / 4);
+        // weights are never trusted as indices
+        for (int i = 0; i < in.i0; ++i)
+          out[i] = from[std::min(static_cast<uint32_t>(order[i]), static_cast<uint32_t>(in.i0 - 1))];
+      }
+      return;
+    }
     case kMatmul:
       return matmul(in, claims, thread, rows);
     case kRope: {
@@ -207,7 +218,7 @@ Program::Ahead Program::weights_ahead(size_t index, int thread, const BatchView&
   if ((in.logit_rows ? b.logit_rows : b.tokens) > kFewRows || in.format.dense())
     return {index, nullptr, nullptr};
   const Tiles tiles = tiles_of(in);
-  const size_t row = in.format.tile_bytes() * static_cast<size_t>(in.i1 / 32);
+  const size_t row = in.format.row_bytes(in.i1);
   const Range chunks = share(tiles.chunks, thread, pool_.threads());
   const size_t chunk = row * static_cast<size_t>(tiles.chunk);
   const size_t bytes = std::min(kAheadBytes, chunk * static_cast<size_t>(chunks.end - chunks.begin));

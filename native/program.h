@@ -32,7 +32,8 @@ enum Op : int32_t {
   kSoftcap = 8,    // out; i0 = width; f0 = cap
   kSample = 9,     // in = logits
   kPool = 10,      // in, out: one row per sequence; i0 = width, i1 = mean, i2 = normalise
-  kOpCount = 11
+  kReorder = 11,   // in, weight: int32 order[i0], out[i] = in[order[i]]; i0 = width
+  kOpCount = 12
 };
 
 struct Operand {

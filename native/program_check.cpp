@@ -22,18 +22,19 @@ bool is_offset(int32_t x) { return x >= 0 && x <= kWidest; }
 int32_t padded(int32_t k) { return (k + 31) / 32 * 32; }
 int64_t quant_row_bytes(int32_t width) { return static_cast<int64_t>(QuantRow::bytes(padded(width))); }
 
-int64_t matrix_bytes(const WeightFormat& f, int64_t n, int64_t k) {
-  const int64_t tiles = (n + 15) / 16;
-  if (f.dense()) return tiles * 16 * k * (f.kind == WeightFormat::kF32 ? 4 : 2);
-  return tiles * (k / 32) * static_cast<int64_t>(f.tile_bytes());
-}
-
 void check_format(const WeightFormat& f) {
-  require(f.kind >= WeightFormat::kU4 && f.kind <= WeightFormat::kF32, "unknown weight format");
-  if (f.dense()) return;
-  require((f.scale_bytes == 2 || f.scale_bytes == 4) && (f.group == 16 || f.group == 32),
-          "malformed weight format");
-  require(f.kind != WeightFormat::kU4 || f.group == 32, "4-bit codes come in groups of 32");
+  require(f.kind >= WeightFormat::kU4 && f.kind <= WeightFormat::kF8, "unknown weight format");
+  if (f.dense()) {
+    const bool scaled = f.kind == WeightFormat::kF8;
+    return require(f.scale_bytes == (scaled ? 4 : 0) && f.group == 0 && f.offsets == WeightFormat::kNone,
+                   "malformed weight format");
+  }
+  require(f.scale_bytes == 2 || f.scale_bytes == 4, "malformed weight format");
+  require(f.group == 16 || f.group == 32 ||
+              (f.group == 0 && f.scale_bytes == 4 && f.offsets == WeightFormat::kNone),
+          "malformed groups of a weight format");
+  require(f.offsets >= WeightFormat::kNone && f.offsets <= WeightFormat::kZeroPoints,
+          "unknown offsets of a weight format");
   require(f.zero_point >= 0 && f.zero_point <= 255, "zero point outside of 0..255");
 }
 
@@ -128,19 +129,20 @@ void Program::check_operands(const Instruction& in, const std::vector<int64_t>& 
     if (o.offset % 8 != 0) reject("quantised rows are not aligned");
     written(o, rows, quant_row_bytes(in.i0), quant_row_bytes(in.i0), "quantised");
   };
+  const auto matrix_bytes = [&](int64_t n) { return static_cast<int64_t>(in.format.matrix_bytes(n, in.i1)); };
   const auto present = [](const Operand& o, const char* what) {
     if (o.base < 0) reject(std::string("missing operand: ") + what);
   };
   const bool reads = in.op == kNorm || in.op == kQuantise || in.op == kMatmul || in.op == kAttention ||
-                     in.op == kGlu || in.op == kSample || in.op == kPool;
+                     in.op == kGlu || in.op == kSample || in.op == kPool || in.op == kReorder;
   if (reads) present(in.in, "in");
   if (in.op != kSample) present(in.out, "out");
-  if (in.op == kEmbed || in.op == kAngles || in.op == kNorm || in.op == kMatmul) present(in.weight, "weight");
+  if (in.op == kEmbed || in.op == kAngles || in.op == kNorm || in.op == kMatmul || in.op == kReorder)
+    present(in.weight, "weight");
 
   switch (in.op) {
     case kEmbed:
-      flat(in.weight, matrix_bytes(in.format, in.i2 ? limits_.max_positions : limits_.vocab, in.i1),
-           "embedding");
+      flat(in.weight, matrix_bytes(in.i2 ? limits_.max_positions : limits_.vocab), "embedding");
       return written(in.out, rows, in.out_stride, width, "out");
     case kAngles:
       require(in.weight.offset % 8 == 0, "frequencies are not aligned");
@@ -159,7 +161,7 @@ void Program::check_operands(const Instruction& in, const std::vector<int64_t>& 
       require(in.format.dense() || (in.in.offset % 8 == 0 && in.in_stride % 8 == 0),
               "quantised rows are not aligned");
       span(in.in, rows, in.in_stride, in.format.dense() ? int64_t{in.i1} * 4 : quant_row_bytes(in.i1), "in");
-      flat(in.weight, matrix_bytes(in.format, in.i0, in.i1), "matrix");
+      flat(in.weight, matrix_bytes(in.i0), "matrix");
       flat(in.weight2, width, "bias");
       return written(in.out, rows, in.out_stride, width, "out");
     case kRope: {
@@ -184,6 +186,10 @@ void Program::check_operands(const Instruction& in, const std::vector<int64_t>& 
     case kPool:
       span(in.in, rows, in.in_stride, width, "in");
       return written(in.out, limits_.max_sequences, in.out_stride, width, "out");
+    case kReorder:
+      span(in.in, rows, in.in_stride, width, "in");
+      flat(in.weight, width, "order");
+      return written(in.out, rows, in.out_stride, width, "out");
     case kSample:  // overwrites the logits where bias, penalties and masks say so
       return written(in.in, rows, in.in_stride, int64_t{limits_.vocab} * 4, "logits");
     default:

@@ -78,6 +78,17 @@ HR_INLINE Vec load_bf16(const uint16_t* p) {
   const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
 }
+// Of float8 e4m3 numbers, each divided by 256 (the difference of the exponents' biases): as float16 they have
+// their sign, a zero, and their other bits behind it. Its NaN comes out as a number.
+HR_INLINE Vec load_f8(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i kept = _mm256_set1_epi16(static_cast<int16_t>(0xbfff));
+  return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), kept))};
+}
+HR_INLINE Vec load_u8(const uint8_t* p) {
+  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(raw))};
+}
 HR_INLINE IVec izero() { return {_mm512_setzero_si512()}; }
 HR_INLINE IVec iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 HR_INLINE IVec add(IVec a, IVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
@@ -202,6 +213,17 @@ HR_INLINE __m256 expand_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
 }
 HR_INLINE Vec load_bf16(const uint16_t* p) { return {expand_bf16(p), expand_bf16(p + 8)}; }
+HR_INLINE __m256 expand_f8(const uint8_t* p) {
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_cvtph_ps(
+      _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<int16_t>(0xbfff))));
+}
+HR_INLINE Vec load_f8(const uint8_t* p) { return {expand_f8(p), expand_f8(p + 8)}; }
+HR_INLINE __m256 expand_u8(const uint8_t* p) {
+  const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(raw));
+}
+HR_INLINE Vec load_u8(const uint8_t* p) { return {expand_u8(p), expand_u8(p + 8)}; }
 HR_INLINE IVec izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 HR_INLINE IVec iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 HR_INLINE IVec add(IVec a, IVec b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
@@ -388,6 +410,16 @@ HR_INLINE Vec load_bf16(const uint16_t* p) {
     const uint32_t bits = static_cast<uint32_t>(p[i]) << 16;
     std::memcpy(&r.v[i], &bits, 4);
   }
+  return r;
+}
+HR_INLINE Vec load_f8(const uint8_t* p) {
+  Vec r;
+  HR_LANES r.v[i] = half_to_float(static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7));
+  return r;
+}
+HR_INLINE Vec load_u8(const uint8_t* p) {
+  Vec r;
+  HR_LANES r.v[i] = static_cast<float>(p[i]);
   return r;
 }
 HR_INLINE IVec iset1(int32_t x) {

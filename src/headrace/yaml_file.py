@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from headrace.errors import ConfigError
 
@@ -26,11 +30,12 @@ def read_yaml(path: Path, model: type[Model]) -> Model:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = _telling(error.errors())
         cause = first.get("ctx", {}).get("error")
         where = (*first["loc"], *(cause.at if isinstance(cause, FieldError) else ()))
         field = ".".join(str(part) for part in where) or "the file"
-        raise ConfigError(f"{path}:{_line(root, where)}: {field}: {first['msg']}") from None
+        said = first["msg"] + _meant(first, model)
+        raise ConfigError(f"{path}:{_line(root, where)}: {field}: {said}") from None
 
 
 def parse_yaml(path: Path) -> tuple[Any, Any]:
@@ -47,6 +52,54 @@ def parse_yaml(path: Path) -> tuple[Any, Any]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         said = " ".join(str(error).split())
         raise ConfigError(f"{path} is not YAML: {said}") from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``; did you mean …?`` with the known name that is most like this one, or nothing if none is."""
+    found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _telling(errors: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first error; but a name that is no setting says more than that another one is missing."""
+    unknown = [error for error in errors if error["type"] == "extra_forbidden"]
+    return unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
+
+
+def _meant(error: Mapping[str, Any], model: type[BaseModel]) -> str:
+    """The nearest name that would have been right, for a setting or a choice that there is not."""
+    if error["type"] == "extra_forbidden":
+        return nearest(str(error["loc"][-1]), _settings_at(model.model_json_schema(), error["loc"][:-1]))
+    context = error.get("ctx", {})
+    expected = re.findall(r"'([^']+)'", str(context.get("expected_tags") or context.get("expected", "")))
+    given = context.get("tag", error.get("input"))
+    return nearest(given, expected) if isinstance(given, str) else ""
+
+
+def _settings_at(schema: dict[str, Any], location: tuple[int | str, ...]) -> list[str]:
+    """The names of the settings that the object at ``location`` may have."""
+    node = schema
+    for part in location:
+        node = _resolved(schema, node)
+        branches = node.get("discriminator", {}).get("mapping", {})
+        if part in branches:
+            node = {"$ref": branches[part]}
+        elif isinstance(part, int):
+            node = node.get("items", {})
+        else:
+            rest = node.get("additionalProperties")
+            node = node.get("properties", {}).get(part) or (rest if isinstance(rest, dict) else {})
+    return list(_resolved(schema, node).get("properties", {}))
+
+
+def _resolved(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    """What a reference, or an optional one, refers to."""
+    for branch in node.get("anyOf", []):
+        if "$ref" in branch:
+            node = branch
+    name = node.get("$ref", "").rpartition("/")[2]
+    found: dict[str, Any] = schema.get("$defs", {}).get(name, node)
+    return found
 
 
 def _line(node: Any, location: tuple[int | str, ...]) -> int:

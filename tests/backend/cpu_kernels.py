@@ -84,9 +84,7 @@ def quantise(x: Float32, isa: str) -> QuantRows:
 
 
 def native_format(form: WeightFormat) -> Any:
-    return _native.WeightFormat(
-        form.kind, form.scale_bytes, bool(form.has_minimum), form.group, form.zero_point
-    )
+    return _native.WeightFormat(form.kind, form.scale_bytes, form.offsets, form.group, form.zero_point)
 
 
 @dataclass(frozen=True)
@@ -127,25 +125,39 @@ def random_tensor(kind: str, n: int, k: int, seed: int) -> Any:
     rng = np.random.default_rng(seed)
     if kind in ("bf16", "f32"):
         return rng.standard_normal((n, k)).astype(ml_dtypes.bfloat16 if kind == "bf16" else np.float32)
+    if kind == "f8":
+        codes = rng.integers(0, 256, (n, k)).astype(np.uint8)
+        codes[codes & 0x7F == 0x7F] = 0x80  # NaN to minus zero
+        scale = rng.uniform(0.001, 0.1, (n, 1)).astype(np.float32)
+        return QuantTensor(codes, scale, 8, k, float8=True)
     bits, group, scale_type, offset = FORMATS[kind]
+    group = group or k
     codes = rng.integers(0, 2**bits, (n, k)).astype(np.uint8)
     scale = rng.uniform(0.001, 0.1, (n, k // group)).astype(scale_type)
-    minimum = (-rng.uniform(0, 1, scale.shape)).astype(scale_type) if offset == "minimum" else None
-    return QuantTensor(codes, scale, bits, group, 0 if minimum is not None else 2 ** (bits - 1), minimum)
+    if offset == "minimum":
+        return QuantTensor(
+            codes, scale, bits, group, minimum=-rng.uniform(0, 1, scale.shape).astype(scale_type)
+        )
+    if offset == "zero points":
+        zero_points = rng.integers(0, 2**bits, scale.shape).astype(np.uint8)
+        return QuantTensor(codes, scale, bits, group, zero_points=zero_points)
+    return QuantTensor(codes, scale, bits, group, 2 ** (bits - 1))
 
 
 FORMATS: dict[str, tuple[int, int, type[Any], str]] = {
     f"u{bits}-g{group}-{np.dtype(scale).name}-{offset}": (bits, group, scale, offset)
-    for bits, group in ((4, 32), (8, 32), (8, 16))
+    for bits in (4, 8)
+    for group in (32, 16)
     for scale in (np.float16, np.float32)
-    for offset in ("minimum", "zero point")
+    for offset in ("minimum", "zero point", "zero points")
 }
-KINDS = [*FORMATS, "bf16", "f32"]
+FORMATS |= {f"u{bits}-rows": (bits, 0, np.float32, "zero point") for bits in (4, 8)}
+KINDS = [*FORMATS, "bf16", "f32", "f8"]
 
 
 def granule(kind: str) -> int:
     """What ``k`` must be a multiple of."""
-    return FORMATS[kind][1] if kind in FORMATS else 1
+    return FORMATS[kind][1] or 1 if kind in FORMATS else 1
 
 
 class KVPool:

@@ -51,9 +51,9 @@ def test_product(isa: str, kind: str, data: st.DataObject) -> None:
     matrix, x = data.draw(product(kind))
     activations, weights = seen(matrix, x, isa), matrix.dense.astype(np.float64)
     got = matrix.times(x, isa)
-    # A minimum cancels against its codes: bound by what was added up, not by what came out.
+    # A minimum or zero point cancels against its codes: bound by what was added up, not by what came out.
     reach = np.abs(activations) @ np.abs(weights).T
-    if matrix.form.has_minimum:
+    if matrix.form.offsets:
         reach += 2 * np.abs(activations).sum(axis=1, keepdims=True)
     assert (np.abs(got - activations @ weights.T) <= 2e-6 * reach + 1e-30).all()
 
@@ -83,8 +83,8 @@ def test_bits_depend_neither_on_rows_nor_on_tiles(isa: str, kind: str, k: int) -
 @random_shapes
 @given(
     bits=st.sampled_from([4, 8]),
-    group=st.sampled_from([16, 32]),
-    offset=st.sampled_from(["zero point", "minimum"]),
+    group=st.sampled_from([16, 32, 0]),
+    offset=st.sampled_from(["zero point", "minimum", "zero points"]),
     n=st.integers(1, 40),
     groups=st.integers(1, 6),
     rows=st.integers(1, 20),
@@ -105,10 +105,14 @@ def test_integer_arithmetic_is_exact(
         x = np.clip(x, -WIDE * 127, WIDE * 127)
     largest = 2**bits if bits == 4 or not wide else 16
     codes = rng.integers(0, largest, (n, k)).astype(np.uint8)
+    group = group or k
     scale = np.ones((n, k // group), np.float16)
     zero = 8 if offset == "zero point" else 0
-    minimum = None if zero else -rng.integers(0, 4, scale.shape).astype(np.float16)
-    tensor = QuantTensor(codes, scale, bits, group, zero, minimum)
+    minimum = -rng.integers(0, 4, scale.shape).astype(np.float16) if offset == "minimum" else None
+    zero_points = None
+    if offset == "zero points":
+        zero_points = rng.integers(0, 16, scale.shape).astype(np.uint8)
+    tensor = QuantTensor(codes, scale, bits, group, zero, minimum, zero_points)
     floats = x.astype(np.float32)
     np.testing.assert_array_equal(quantise(floats, isa).integers(), x)
     expected = x @ tensor.dequantize().astype(np.int64).T
@@ -121,7 +125,7 @@ def test_largest_codes_and_activations(isa: str, kind: str) -> None:
     """255 times 127 twice saturates a 16-bit sum: the 8-bit product of AVX2 must not make one."""
     tensor = random_tensor(kind, 16, 64, 1)
     if isinstance(tensor, QuantTensor):
-        tensor.codes[...] = 2**tensor.bits - 1
+        tensor.codes[...] = 0x7E if tensor.float8 else 2**tensor.bits - 1
     matrix = Matrix.of(tensor)
     for x in (np.ones((3, 64), np.float32), -np.ones((3, 64), np.float32)):
         expected = seen(matrix, x, isa) @ matrix.dense.T.astype(np.float64)
@@ -146,7 +150,7 @@ def test_a_scale_that_is_nan_spoils_its_own_output_only(isa: str, kind: str) -> 
     tensor = random_tensor(kind, 20, 64, 1)
     x = np.random.default_rng(1).standard_normal((5, 64)).astype(np.float32)
     clean = Matrix.of(tensor).times(x, isa)
-    tensor.scale[7, 1] = np.nan
+    tensor.scale[7, -1] = np.nan
     got = Matrix.of(tensor).times(x, isa)
     assert np.isnan(got[:, 7]).all()
     np.testing.assert_array_equal(np.delete(got, 7, axis=1), np.delete(clean, 7, axis=1))

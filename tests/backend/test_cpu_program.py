@@ -344,7 +344,7 @@ EVERY_OP = [
 BAD_FIELDS: dict[Op, list[tuple[str, int]]] = {
     Op.EMBED: [
         *[("i0", 0), ("i0", -64), ("i0", BIG), ("i1", 32), ("i1", BIG), ("logit_rows", 1)],
-        *[("format.kind", 4), ("format.kind", -1), ("format.group", 0), ("format.scale_bytes", 3)],
+        *[("format.kind", 5), ("format.kind", -1), ("format.group", 8), ("format.scale_bytes", 3)],
         *[
             ("format.zero_point", -1),
             ("format.zero_point", 256),
@@ -369,7 +369,8 @@ BAD_FIELDS: dict[Op, list[tuple[str, int]]] = {
     Op.QUANTISE: [("i0", 0), ("i0", 1 << 20), ("input.base", -1), ("input_stride", HUGE)],
     Op.MATMUL: [
         *[("i0", 0), ("i0", BIG), ("i0", 1 << 26), ("i1", 0), ("i1", 33), ("i1", BIG - 31), ("i1", 1 << 20)],
-        *[("format.group", 16), ("format.group", 64), ("format.scale_bytes", 0), ("weight.base", -1)],
+        *[("format.group", 8), ("format.group", 64), ("format.scale_bytes", 0), ("weight.base", -1)],
+        *[("format.offsets", 3), ("format.offsets", -1), ("format.group", 0), ("format.kind", 4)],
         *[("weight2.base", Base.KV), ("input.base", -1), ("output_stride", 8), ("input_stride", HUGE)],
     ],
     Op.ROPE: [
@@ -520,7 +521,7 @@ PATHS = [
         "kv_offset",
         "format.kind",
         "format.scale_bytes",
-        "format.has_minimum",
+        "format.offsets",
     ],
     *["format.group", "format.zero_point", "i0", "i1", "i2", "i3", "heads", "kv_heads", "head_dim", "window"],
     *["q_offset", "k_offset", "v_offset"],

@@ -34,7 +34,7 @@ def test_bytes_and_products_are_those_of_the_shapes() -> None:
     for row in (matmul, head):
         row["op"], row["i0"], row["i1"] = Op.MATMUL, 40, 64  # 40 outputs are three tiles of 16
         row["format"]["scale_bytes"], row["format"]["group"] = 2, 32
-        row["format"]["has_minimum"] = 1
+        row["format"]["offsets"] = 1
     head["logit_rows"], head["format"]["kind"] = 1, 1  # eight bits
     for row in (full, windowed):
         row["op"], row["heads"], row["kv_heads"], row["head_dim"] = Op.ATTENTION, 4, 2, 8

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from headrace.cli import options
+from headrace.cli.progress import download_progress, stage_progress
 from headrace.engine.config import DEFAULT_MODEL
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.lab.evaluate.evaluation import Evaluation
     from headrace.lab.evaluate.gate import Gate
-    from headrace.model.store import Progress
 
 _SUITES_HELP = (
     "perplexity, hellaswag, truthfulqa, gsm8k, arithmetic, needle, json, humaneval, all (but humaneval), or "
@@ -101,7 +99,6 @@ def evaluate(
     device: options.Device = "cpu",
 ) -> None:
     """Score a model, alone or against another, and gate the difference."""
-    from headrace.cli.progress import download_progress
     from headrace.lab.evaluate.evaluation import DEFAULT_SUITES, HARNESS, SUITES, Evaluation, Settings
     from headrace.lab.evaluate.gate import named_gate
 
@@ -145,7 +142,7 @@ def evaluate(
         if limits is not None and (missing := limits.needs() - evaluation.suites()):
             raise ConfigError(f"{gate} has limits on {', '.join(sorted(missing))}: add --suite for it.")
         try:
-            with _suite_progress() as evaluation.progress:
+            with stage_progress() as evaluation.progress:
                 evaluation.run()
         finally:  # also what was finished before Ctrl-C or an error
             _show(evaluation)
@@ -185,25 +182,3 @@ def _judge(limits: Gate, evaluation: Evaluation) -> None:
     print(f"gate: refused, by {', '.join(fallen(failures))}" if failures else "gate: passed")
     if failures:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _suite_progress() -> Iterator[Progress]:
-    """A bar of the running suite on standard error, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda suite, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks = {}
-
-        def update(suite: str, done: int, total: int) -> None:
-            if suite not in tasks:
-                tasks[suite] = bars.add_task(suite, total=total)
-            bars.update(tasks[suite], completed=done, total=total)
-
-        yield update

@@ -8,7 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli import bench, chat, diagnose, doctor, eval, gateway, models, options, plan, serve, tune
+from headrace.cli import (
+    bench,
+    chat,
+    compress,
+    diagnose,
+    doctor,
+    eval,
+    gateway,
+    models,
+    options,
+    plan,
+    serve,
+    tune,
+)
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -25,6 +38,7 @@ app.command()(diagnose.diagnose)
 app.add_typer(models.app, name="models")
 app.add_typer(gateway.app, name="gateway")
 app.command(name="eval")(eval.evaluate)
+app.add_typer(compress.app, name="compress")
 app.command()(tune.tune)
 app.command()(plan.plan)
 app.command()(doctor.doctor)

@@ -1,4 +1,4 @@
-"""The progress bar of downloads, on standard error and only where a person sees it."""
+"""Progress bars of downloads and of work in stages, on standard error and only where a person sees it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,31 @@ def download_progress() -> Iterator[Progress]:
         yield bars.update
     finally:
         bars.stop()
+
+
+@contextmanager
+def stage_progress() -> Iterator[Progress]:
+    """A callback for work in stages: a bar for each, with the time that is left, on standard error.
+
+    Silent when standard error is not a terminal.
+    """
+    if not sys.stderr.isatty():
+        yield lambda stage, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield update
 
 
 class _Bars:

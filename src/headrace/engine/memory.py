@@ -56,7 +56,11 @@ def _needs(
     checkpoint: Checkpoint, quantization: str | None, settings: RunnerSettings
 ) -> tuple[int, int, int]:
     """Bytes of weights, of the KV pool, and of both with all else."""
-    weights = int(weight_bytes(checkpoint.path) * _NARROWED.get(quantization or "", 1.0))
+    from headrace.model.weights.safetensors import SafetensorsCheckpoint
+
+    weights = weight_bytes(checkpoint.path)
+    if not (isinstance(checkpoint, SafetensorsCheckpoint) and checkpoint.quantised):  # that stays as it is
+        weights = int(weights * _NARROWED.get(quantization or "", 1.0))
     sizes = group_block_bytes(checkpoint.architecture, settings.kv_cache_dtype)
     pool = sum(settings.blocks_of(group) * size for group, size in enumerate(sizes))
     return weights, pool, weights + pool + scratch_bytes(checkpoint.architecture, settings) + _FIXED_BYTES

@@ -24,6 +24,28 @@ _LLAMA3_WORDS = (
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 
+
+def _byte_level(*, use_regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": use_regex}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+_BYTE_LEVEL: dict[str, tuple[dict[str, Any] | None, list[dict[str, Any]], bool]] = {
+    "gpt-2": (None, [_byte_level(use_regex=True)], False),
+    "smollm": (
+        None,
+        [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)],
+        False,
+    ),
+    "llama-bpe": (None, [_split(_LLAMA3_WORDS), _byte_level(use_regex=False)], True),
+    "qwen2": ({"type": "NFC"}, [_split(_QWEN2_WORDS), _byte_level(use_regex=False)], False),
+}
+"""By GGUF's name: normalizer, pre-tokenizers, and whether words that are tokens stay whole."""
+_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+
 # Many files do not list these as ends of a turn although their chat templates write them.
 _END_OF_TURN = frozenset(
     ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_text|>", "<|endoftext|>")
@@ -126,27 +148,39 @@ def spm_merges(pieces: Iterable[tuple[str, float]]) -> list[str]:
     return merges
 
 
+def pre_tokenizer_name(tokenizer: Mapping[str, Any]) -> str | None:
+    """GGUF's name of how a byte-level ``tokenizer.json`` cuts text into words; None if it has none here."""
+    wanted = _steps(tokenizer.get("pre_tokenizer") or {})
+    for name, (normalizer, steps, _) in _BYTE_LEVEL.items():
+        if tokenizer.get("normalizer") == normalizer and wanted == [_essence(step) for step in steps]:
+            return name
+    return None
+
+
+def _steps(pre_tokenizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    return [_essence(step) for step in steps]
+
+
+def _essence(step: Mapping[str, Any]) -> dict[str, Any]:
+    """A pre-tokenizer without what changes offsets only, and defaults that older files leave out."""
+    defaults = {"use_regex": True} if step.get("type") == "ByteLevel" else {}
+    return {**defaults, **{key: value for key, value in step.items() if key != "trim_offsets"}}
+
+
 def _byte_level_parts(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     merges = _strings(metadata, "merges")
     for merge in merges:
         if merge.count(" ") != 1:
             raise ModelFormatError(f"tokenizer.ggml.merges holds {merge!r}, which is not a pair of tokens.")
     name = _text(metadata, "pre")
-    normalizer, whole_words = None, False
-    if name == "gpt-2":
-        steps = [_byte_level(use_regex=True)]
-    elif name == "smollm":
-        steps = [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)]
-    elif name in ("llama-bpe", "llama3", "llama-v3"):
-        steps, whole_words = [_split(_LLAMA3_WORDS), _byte_level(use_regex=False)], True
-    elif name == "qwen2":
-        normalizer = {"type": "NFC"}
-        steps = [_split(_QWEN2_WORDS), _byte_level(use_regex=False)]
-    else:
+    family = _ALIASES.get(name or "", name)
+    if family not in _BYTE_LEVEL:
         raise ModelFormatError(
-            f"The GGUF file's pre-tokenizer is {name!r}; supported are gpt-2, smollm, llama-bpe and qwen2. "
+            f"The GGUF file's pre-tokenizer is {name!r}; supported are {', '.join(_BYTE_LEVEL)}. "
             "A folder with the model's own tokenizer.json works with any."
         )
+    normalizer, steps, whole_words = _BYTE_LEVEL[family]
     return {
         "normalizer": normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -210,14 +244,6 @@ def _bpe(
         "vocab": vocab,
         "merges": merges,
     }
-
-
-def _byte_level(*, use_regex: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": use_regex}
-
-
-def _split(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _added_tokens(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:

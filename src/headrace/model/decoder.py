@@ -14,13 +14,17 @@ def decode(ops: Ops[T], arch: Architecture) -> None:
     """One step over a batch: token ids to sampled tokens."""
     x = ops.embed("embed", scale=arch.embedding_scale)
     for index, layer in enumerate(arch.layers):
-        x = _attention(ops, x, layer, index)
-        x = _feed_forward(ops, x, layer, index)
+        x = decode_layer(ops, x, layer, index)
     x = ops.norm(ops.logit_rows(x), "final_norm", arch.final_norm)
     logits = ops.linear(x, "embed" if arch.tied_head else "head", shard="vocab")
     if arch.logit_softcap is not None:
         logits = ops.softcap(logits, arch.logit_softcap)
     ops.sample(logits)
+
+
+def decode_layer(ops: Ops[T], x: T, layer: LayerSpec, index: int) -> T:
+    """The residual stream ``[rows, hidden]`` after one layer; its tensors are ``layers.{index}.…``."""
+    return _feed_forward(ops, _attention(ops, x, layer, index), layer, index)
 
 
 def _attention(ops: Ops[T], x: T, layer: LayerSpec, index: int) -> T:

@@ -12,7 +12,7 @@ WEIGHT_FORMAT = np.dtype(
     [
         ("kind", np.int32),
         ("scale_bytes", np.int32),
-        ("has_minimum", np.int32),
+        ("offsets", np.int32),
         ("group", np.int32),
         ("zero_point", np.int32),
     ]
@@ -66,6 +66,7 @@ class Op(IntEnum):
     SOFTCAP = 8
     SAMPLE = 9
     POOL = 10
+    REORDER = 11
 
 
 class Base(IntEnum):

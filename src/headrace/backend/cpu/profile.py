@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from headrace.backend.batch import BLOCK_SIZE, Batch
 from headrace.backend.cpu.instruction import Op
+from headrace.backend.cpu.packing import WeightFormat
 from headrace.backend.kv_format import kv_layer_bytes
-
-_U4, _U8, _BF16, _F32 = range(4)  # WeightFormat::Kind
 
 
 @dataclass(slots=True)
@@ -58,13 +57,9 @@ def profile_of(
 def _matmul(instruction: Any, batch: Batch) -> tuple[str, int, int]:
     outputs, inputs, weights = int(instruction["i0"]), int(instruction["i1"]), instruction["format"]
     rows = len(batch.logit_rows if instruction["logit_rows"] else batch.token_ids)
-    kind = int(weights["kind"])
-    tiles = -(-outputs // 16)
-    if kind in (_BF16, _F32):
-        return "float32", tiles * 16 * inputs * (4 if kind == _F32 else 2), rows * outputs * inputs
-    row = 16 * int(weights["scale_bytes"]) * (32 // int(weights["group"]))
-    tile = (256 if kind == _U4 else 512) + row * (2 if weights["has_minimum"] else 1)
-    return "int8", tiles * (inputs // 32) * tile, rows * outputs * inputs
+    form = WeightFormat(*weights.tolist())
+    multiplies = "float32" if form.dense else "int8"
+    return multiplies, form.matrix_bytes(outputs, inputs), rows * outputs * inputs
 
 
 def _attention(instruction: Any, batch: Batch) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headrace.backend.cpu.graph import Node
 from headrace.backend.cpu.instruction import INSTRUCTION, Base, Op
 from headrace.backend.cpu.packing import LANES, WeightFormat, padded
-from headrace.backend.cpu.weights_file import PackedTensor
+from headrace.backend.cpu.weights_file import PackedTensor, order_name
 from headrace.backend.kv_format import kv_layer_bytes
 from headrace.backend.runner import RunnerSettings
 from headrace.errors import ConfigError, ModelFormatError
@@ -72,7 +72,7 @@ class Recorder:
         self.buffers: dict[str, Buffer] = {}
         self.pending: list[tuple[NDArray[np.void], str, str, int]] = []  # instruction, field, buffer, bytes
         self.places: dict[int, Place] = {}
-        self.quantised: dict[int, str] = {}  # node -> buffer of its quantised form
+        self.quantised: dict[tuple[int, int | None], str] = {}  # node, order -> buffer of its quantised form
         self.angles: dict[RopeSpec, str] = {}
         self.output = ""  # the buffer that the program ends in
 
@@ -175,14 +175,12 @@ class Recorder:
         joins = len(siblings) == 1 and self._joins_residual(node)
         if not joins:
             self.buffer(buffer, 4 * columns[-1], logit_rows=logit_rows)
-        for run in self._runs(siblings):
+        runs = self._runs(siblings)
+        inputs = [self._matrix_input(siblings[run[0]], logit_rows) for run in runs]
+        for run, (input_buffer, k) in zip(runs, inputs, strict=True):
             first = siblings[run[0]]
             tensor = self.matrix(first)
             n = sum(self.matrix(siblings[i]).n for i in run)
-            if tensor.format.dense:
-                input_buffer, k = self.places[id(source)].buffer, tensor.k
-            else:
-                input_buffer, k = self._quantised(source, logit_rows), padded(tensor.k)
             row = self.emit(Op.MATMUL, logit_rows=logit_rows, i0=n, i1=k)
             row["barrier"] = run[-1] == len(siblings) - 1
             self.weight(row, "weight", f"{first.name}.weight")
@@ -197,6 +195,13 @@ class Recorder:
             self.scratch(row, "output", buffer, columns[run[0]])
         for sibling, column in zip(siblings, columns, strict=False):
             self.places[id(sibling)] = Place(buffer, column, self.matrix(sibling).n)
+
+    def _matrix_input(self, node: Node, logit_rows: bool) -> tuple[str, int]:
+        """The buffer that a linear's matrix reads, made if need be, and how many inputs the matrix has."""
+        source, tensor = node.inputs[0], self.matrix(node)
+        if tensor.format.dense:
+            return self.places[id(source)].buffer, tensor.k
+        return self._quantised(source, logit_rows, self._order(node)), padded(tensor.k)
 
     def _head_norm(self, node: Node) -> None:
         """Folded into the attention that follows; the value stays where it is."""
@@ -307,25 +312,46 @@ class Recorder:
 
     def _quantise_within(self, row: NDArray[np.void], node: Node, logit_rows: bool) -> None:
         """Let the instruction that makes a value also quantise it, if a quantised matrix reads it."""
-        if any(n.kind == "linear" and not self.matrix(n).format.dense for n in node.consumers):
-            self.scratch(row, "output2", self._quant_buffer(node, logit_rows))
+        linears = [n for n in node.consumers if n.kind == "linear" and not self.matrix(n).format.dense]
+        if any(self._order(n) is None for n in linears):
+            self.scratch(row, "output2", self._quant_buffer(node, logit_rows, None))
 
-    def _quantised(self, node: Node, logit_rows: bool) -> str:
+    def _order(self, node: Node) -> int | None:
+        """Where the order of a linear's columns lies among the weights; None: that of its inputs."""
+        tensor = self.tensors.get(order_name(f"{node.name}.weight"))
+        return None if tensor is None else tensor.offset
+
+    def _quantised(self, node: Node, logit_rows: bool, order: int | None) -> str:
         """The buffer with the node's quantised form, made now unless its producer already did."""
-        if id(node) not in self.quantised:
+        if (id(node), order) not in self.quantised:
             place = self.places[id(node)]
-            buffer = self._quant_buffer(node, logit_rows)
+            if order is not None:
+                place = self._reordered(place, logit_rows, order)
+            buffer = self._quant_buffer(node, logit_rows, order)
             row = self.emit(Op.QUANTISE, logit_rows=logit_rows, i0=place.width)
             self.scratch(row, "input", place.buffer, place.column)
             self.scratch(row, "output", buffer)
-        return self.quantised[id(node)]
+        return self.quantised[id(node), order]
 
-    def _quant_buffer(self, node: Node, logit_rows: bool) -> str:
+    def _reordered(self, place: Place, logit_rows: bool, order: int) -> Place:
+        """A value with its features in the order of a matrix's columns."""
+        buffer = "reordered_rows" if logit_rows else "reordered"
+        self.buffer(buffer, 4 * place.width, logit_rows=logit_rows)
+        row = self.emit(Op.REORDER, logit_rows=logit_rows, i0=place.width)
+        row["weight"]["base"], row["weight"]["offset"] = Base.WEIGHTS, order
+        self.scratch(row, "input", place.buffer, place.column)
+        self.scratch(row, "output", buffer)
+        return Place(buffer, 0, place.width)
+
+    def _quant_buffer(self, node: Node, logit_rows: bool, order: int | None) -> str:
         place = self.places[id(node)]
         # One buffer a width: the kernels derive the stride from it.
         buffer = f"{place.buffer}.quantised.{place.width}"
+        if order is not None:  # matrices with several orders are multiplied at the same time
+            number = sum(made == id(node) for made, _ in self.quantised)
+            buffer = f"reordered.{number}.{buffer}"
         self.buffer(buffer, self.quant_row_bytes(padded(place.width)), logit_rows=logit_rows)
-        self.quantised[id(node)] = buffer
+        self.quantised[id(node), order] = buffer
         return buffer
 
     def _angles(self, spec: RopeSpec) -> str:
@@ -353,6 +379,8 @@ class Recorder:
         x, y = self.matrix(a), self.matrix(b)
         if x.format != y.format or x.k != y.k or x.n % LANES or x.offset + x.size_bytes != y.offset:
             return False
+        if self._order(a) != self._order(b):
+            return False
         if a.attrs["bias"] != b.attrs["bias"]:
             return False
         if not a.attrs["bias"]:
@@ -361,7 +389,7 @@ class Recorder:
         return p.offset + p.size_bytes == q.offset
 
     def _set_format(self, row: NDArray[np.void], form: WeightFormat) -> None:
-        row["format"] = (form.kind, form.scale_bytes, form.has_minimum, form.group, form.zero_point)
+        row["format"] = (form.kind, form.scale_bytes, form.offsets, form.group, form.zero_point)
 
     # -- the end -------------------------------------------------------------------------------------------
 

@@ -23,10 +23,11 @@ from headrace.backend.cpu.graph import Node
 from headrace.backend.cpu.packing import F32, WeightFormat, pack
 from headrace.errors import HeadraceError, ModelFormatError
 from headrace.model.checkpoint import Checkpoint, as_float32
+from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights.tensor_shapes import expected_shapes
 from headrace.paths import cache_dir
 
-PACKING_VERSION = 1
+PACKING_VERSION = 2
 _MAGIC = b"HEADRACEPACK\x00\x00\x00\x01"
 _ALIGNMENT = 64
 
@@ -34,7 +35,8 @@ Shape = tuple[int, ...]
 
 
 class _Entry(msgspec.Struct, array_like=True):
-    """A tensor of the file: a matrix ``[n, k]`` in a weight format, or (k = 0) a float32 vector of n."""
+    """A tensor of the file: a matrix ``[n, k]`` in a weight format, or (k = 0) a float32 or, where it is the
+    order of a matrix's columns, int32 vector of n."""
 
     offset: int
     n: int
@@ -111,6 +113,10 @@ def _open(path: Path, key: str, shapes: dict[str, Shape]) -> PackedWeights | Non
     }
     if any(name not in tensors or not _fits(tensors[name], shape, end) for name, shape in shapes.items()):
         return None
+    for name, shape in shapes.items():
+        order = tensors.get(order_name(name))
+        if order is not None and not _fits(order, shape[-1:], end):
+            return None
     return PackedWeights(np.asarray(data), tensors)
 
 
@@ -150,21 +156,37 @@ def _stream(out: IO[bytes], key: str, checkpoint: Checkpoint, shapes: dict[str, 
         offset = -(-out.tell() // _ALIGNMENT) * _ALIGNMENT
         out.write(bytes(offset - out.tell()))
         out.write(raw.data)
-        fields = (form.kind, form.scale_bytes, form.has_minimum, form.group, form.zero_point)
+        fields = (form.kind, form.scale_bytes, form.offsets, form.group, form.zero_point)
         entries[name] = _Entry(offset, n, k, fields)
 
+    ordered: dict[str, NDArray[np.int32]] = {}  # behind all others, which lie side by side
+    orders: dict[bytes, _Entry] = {}  # matrices that read the same value mostly have the same one
     for name, shape in shapes.items():
         tensor = checkpoint.tensor(name)
         if len(shape) == 2:
             form, raw = pack(tensor, name)
             put(name, raw, *shape, form)
+            if isinstance(tensor, QuantTensor) and tensor.order is not None:
+                ordered[order_name(name)] = np.ascontiguousarray(tensor.order, np.int32)
             continue
         vector = np.ascontiguousarray(as_float32(tensor))
         if not np.isfinite(vector).all():
             raise ModelFormatError(f"{name}: holds values that are not finite")
         put(name, vector.reshape(-1).view(np.uint8), vector.size, 0, WeightFormat(F32))
+    for name, order in ordered.items():
+        known = orders.get(order.tobytes())
+        if known is None:
+            put(name, order.view(np.uint8), order.size, 0, WeightFormat(F32))
+            orders[order.tobytes()] = entries[name]
+        else:
+            entries[name] = known
     footer = msgspec.json.encode(_Footer(PACKING_VERSION, key, entries))
     out.write(footer + len(footer).to_bytes(8, "little") + _MAGIC)
+
+
+def order_name(matrix: str) -> str:
+    """What the order of a matrix's columns is called, where it is not that of its inputs."""
+    return f"{matrix.removesuffix('.weight')}.order"
 
 
 def tensor_names(nodes: list[Node]) -> list[str]:

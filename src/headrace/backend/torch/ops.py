@@ -94,7 +94,7 @@ class TorchOps:
             visible = (positions <= query_positions) | (not spec.causal)
             if spec.window is not None:
                 visible &= positions > query_positions - spec.window
-            out[start:end] = _attend(queries[start:end], keys, values, visible, spec)
+            out[start:end] = attend(queries[start:end], keys, values, visible, spec)
         return out.flatten(-2)
 
     def glu(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -151,7 +151,7 @@ def _inverse_frequencies(spec: RopeSpec) -> tuple[float, ...]:
     return spec.inverse_frequencies()
 
 
-def _attend(
+def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

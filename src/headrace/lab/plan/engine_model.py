@@ -95,7 +95,7 @@ class EngineModel:
             return max(read, work)
         unpack = self.factors.unpack4_slots if form.kind == U4 else self.factors.unpack8_slots
         dots = _GROUP * LANES / _DOT_MACS
-        scaled = _GROUP // form.group  # scales of a tile's inputs: groups of 16 are scaled twice
+        scaled = _GROUP // (form.group or _GROUP)  # scales of a tile's inputs: groups of 16 are scaled twice
         each = dots * (1 + self.factors.wide_share.value) + scaled * self.factors.group_slots.value
         chain = self.factors.chain_slots.value
         slots = sum(

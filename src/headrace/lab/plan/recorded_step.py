@@ -17,13 +17,14 @@ from headrace.backend.cpu.weights_file import PackedTensor, tensor_names
 from headrace.backend.runner import RunnerSettings
 from headrace.errors import ConfigError
 from headrace.lab.plan.source import Source
-from headrace.model.checkpoint import Dense, Tensor
+from headrace.model.checkpoint import Checkpoint, Dense, Tensor
 from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights import open_checkpoint
 from headrace.model.weights.gguf_checkpoint import GGUFCheckpoint
 from headrace.model.weights.gguf_names import gguf_name
-from headrace.model.weights.gguf_types import GGUFType, read_quantized
+from headrace.model.weights.gguf_types import read_quantized
 from headrace.model.weights.load_quantization import Quantization, narrow
+from headrace.model.weights.safetensors import SafetensorsCheckpoint
 from headrace.model.weights.tensor_shapes import expected_shapes
 
 STEP_TOKENS = 512  # the scheduler's default budget: longer prompts are computed in chunks of so many
@@ -76,31 +77,35 @@ def _formats(source: Source, quantization: Quantization | None) -> dict[str, Wei
     found: dict[tuple[object, ...], WeightFormat] = {}
     formats = {}
     for name, k in matrices.items():
-        kind: GGUFType | np.dtype[np.void] | None = None
-        if isinstance(checkpoint, GGUFCheckpoint):
-            kind = checkpoint.file.tensors[gguf_name(name)].type
-        elif checkpoint is not None:
-            tensor = checkpoint.tensor(name)  # a view of the file: nothing is read
-            assert not isinstance(tensor, QuantTensor)
-            kind = tensor.dtype
-        key = (kind, k, name.startswith("layers."))
+        key = (_stored_as(checkpoint, name), k, name.startswith("layers."))
         if key not in found:
-            found[key] = pack(narrow(name, _sample(kind, k), quantization), name)[0]
+            found[key] = pack(narrow(name, _sample(checkpoint, name, k), quantization), name)[0]
         formats[name] = found[key]
     return formats
 
 
-def _sample(kind: GGUFType | np.dtype[np.void] | None, k: int) -> Tensor:
+def _stored_as(checkpoint: Checkpoint | None, name: str) -> object:
+    """Equal for matrices that their files hold alike."""
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return checkpoint.file.tensors[gguf_name(name)].type
+    return checkpoint.stored_as(name) if isinstance(checkpoint, SafetensorsCheckpoint) else None
+
+
+def _sample(checkpoint: Checkpoint | None, name: str, k: int) -> Tensor:
     """Sixteen rows as they would be read; floats of a value that bfloat16 rounds."""
-    if isinstance(kind, GGUFType) and kind.unpack is not None:
-        size = _ROWS * k // kind.block_size * kind.block_bytes
-        return read_quantized(np.zeros(size, np.uint8), kind, _ROWS, k)
     import ml_dtypes
 
-    dtype: np.dtype[np.void] | type
-    if isinstance(kind, GGUFType):
+    dtype: np.dtype[np.void] | type = ml_dtypes.bfloat16
+    if isinstance(checkpoint, GGUFCheckpoint):
+        kind = checkpoint.file.tensors[gguf_name(name)].type
+        if kind.unpack is not None:
+            size = _ROWS * k // kind.block_size * kind.block_bytes
+            return read_quantized(np.zeros(size, np.uint8), kind, _ROWS, k)
         dtype = {"F32": np.float32, "F16": np.float16}.get(kind.name, ml_dtypes.bfloat16)
-    else:
-        dtype = ml_dtypes.bfloat16 if kind is None else kind
+    elif checkpoint is not None:
+        tensor = checkpoint.tensor(name)  # floats are a view of the file: nothing is read
+        if isinstance(tensor, QuantTensor):
+            return tensor.take_rows(np.arange(min(_ROWS, tensor.shape[0])))
+        dtype = tensor.dtype
     dense: Dense = np.full((_ROWS, k), 1 / 3, dtype)
     return dense

@@ -13,6 +13,7 @@ from typing import Any
 from headrace.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from headrace.lab.plan.network import Experts, Network, Precision
 from headrace.model import store
+from headrace.model.checkpoint import Checkpoint
 from headrace.model.store.catalogue import catalogue
 from headrace.model.weights import open_checkpoint
 from headrace.model.weights.gguf_checkpoint import GGUFCheckpoint
@@ -20,13 +21,16 @@ from headrace.model.weights.gguf_names import gguf_name
 from headrace.model.weights.hf_config import architecture_from_hf
 from headrace.model.weights.hf_keys import Keys
 from headrace.model.weights.json_file import read_json
+from headrace.model.weights.safetensors import SafetensorsCheckpoint
+from headrace.model.weights.tensor_shapes import expected_shapes
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A network, and where its weights are if they are here.
 
-    ``stored``: how a GGUF file holds them; None where weights are 16 bits wide, or there are none.
+    ``stored``: how files of quantised weights hold them; None where weights are 16 bits wide, or there are
+    none.
     """
 
     network: Network
@@ -117,7 +121,7 @@ def find(model: str, progress: store.Progress | None = None) -> Source:
     if local and path.suffix == ".json":
         return Source(network_from_hf(model, read_json(path)))
     if local and (path / "config.json").is_file():
-        return Source(network_from_hf(model, read_json(path / "config.json")), path)
+        return _from_folder(model, path)
     try:
         config = store.configuration(model)
         path = store.resolve(model, progress=progress) if config is None else config
@@ -126,7 +130,7 @@ def find(model: str, progress: store.Progress | None = None) -> Source:
     if config is not None:
         return Source(network_from_hf(model, read_json(config)))
     if path.is_dir():
-        return Source(network_from_hf(model, read_json(path / "config.json")), path)
+        return _from_folder(model, path)
     return _from_file(model, path)
 
 
@@ -163,19 +167,27 @@ def _experts(count: int, active: int) -> Experts:
     return Experts(count, active)
 
 
+def _from_folder(name: str, path: Path) -> Source:
+    config = read_json(path / "config.json")
+    if config.get("quantization_config") is None:
+        return Source(network_from_hf(name, config), path)
+    return _from_file(name, path)
+
+
 def _from_file(name: str, path: Path) -> Source:
     checkpoint = open_checkpoint(path)
     _refuse_encoders(checkpoint.architecture.encoder is not None, name)
     network = Network(name, checkpoint.architecture)
-    if not isinstance(checkpoint, GGUFCheckpoint):
+    quantised = isinstance(checkpoint, SafetensorsCheckpoint) and checkpoint.quantised
+    if not (quantised or isinstance(checkpoint, GGUFCheckpoint)):
         return Source(network, path)
     matrices = head = 0
+    shapes = expected_shapes(checkpoint.architecture)
     for canonical in checkpoint.names():
-        tensor = checkpoint.file.tensors[gguf_name(canonical)]
         if canonical in ("embed.weight", "head.weight"):
-            head += tensor.size
-        elif len(tensor.shape) == 2:
-            matrices += tensor.size
+            head += _stored_bytes(checkpoint, canonical)
+        elif len(shapes[canonical]) == 2:
+            matrices += _stored_bytes(checkpoint, canonical)
     heads = 1 if checkpoint.architecture.tied_head else 2
     stored = Precision(
         "as stored",
@@ -184,6 +196,13 @@ def _from_file(name: str, path: Path) -> Source:
         head_bytes=head / (heads * network.embedding_parameters()),
     )
     return Source(network, path, stored)
+
+
+def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return checkpoint.file.tensors[gguf_name(name)].size
+    assert isinstance(checkpoint, SafetensorsCheckpoint)
+    return checkpoint.stored_bytes(name)
 
 
 def _refuse_encoders(encoder: bool, name: str) -> None:

@@ -42,6 +42,10 @@ class Keys:
         """Whether the key is there at all, ``null`` included."""
         return key in self._values
 
+    def names(self) -> list[str]:
+        """The keys that there are."""
+        return [str(name) for name in self._values]
+
     def wrong(self, key: str, problem: str) -> ModelFormatError:
         """An error about ``key`` for the caller to raise."""
         return ModelFormatError(f"{self._file}: '{self._path}{key}' {problem}.")

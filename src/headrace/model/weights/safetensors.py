@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from headrace.model.weights.hf_config import architecture_from_hf
 from headrace.model.weights.json_file import read_json
 from headrace.model.weights.load_quantization import Quantization, narrow
 from headrace.model.weights.pickles import PICKLE_SUFFIXES, pickle_refusal
+from headrace.model.weights.quantization_config import method_of
+from headrace.model.weights.quantized_linear import Method, Module
 from headrace.model.weights.safetensors_file import READABLE, Entry, SafetensorsFile
 from headrace.model.weights.tensor_shapes import expected_shapes
 
@@ -48,24 +50,21 @@ _POST_NORM_PARTS = {
 class SafetensorsCheckpoint:
     """An open folder with ``config.json`` and ``model.safetensors`` or shards with their index.
 
-    ``quantization`` narrows linear weights while they are read, and the embedding and head to int8.
-    Everything but the weights' values is checked on opening. Raises ModelFormatError.
+    ``quantization`` narrows float linear weights while they are read, and the embedding and head to int8.
+    Linears that are quantised already (``quantization_config``) come as they are stored. Everything but the
+    weights' values is checked on opening. Raises ModelFormatError.
     """
 
     def __init__(self, path: Path, *, quantization: Quantization | None = None) -> None:
         self.path = path
         self._quantization = quantization
         config = read_json(path / "config.json")
-        if config.get("quantization_config") is not None:
-            raise ModelFormatError(
-                "config.json: 'quantization_config': checkpoints that are quantised already are not read "
-                "from safetensors; use the unquantised release with load-time quantisation, or a GGUF file."
-            )
+        self._method = method_of(config)
         self.architecture: Architecture = bert.with_sentence_modules(architecture_from_hf(config), path)
         files = _weight_files(path)
         self._sources = [path / "config.json", *files]
         tensors = _collect(files)
-        self._tensors = _match(self.architecture, tensors)
+        self._tensors = _match(self.architecture, tensors, self._method)
         self._token_types = None
         if self.architecture.encoder is not None:
             self._token_types = _token_types(self.architecture, tensors)
@@ -79,7 +78,11 @@ class SafetensorsCheckpoint:
 
         Raises KeyError for a name that is not in :meth:`names`.
         """
-        file, hf_name = self._tensors[name]
+        stored = self._tensors[name]
+        if isinstance(stored, Module):
+            assert self._method is not None
+            return self._method.read(stored)
+        file, hf_name = stored
         dense: Dense = file.read(hf_name)
         if self.architecture.family == "gemma3" and "norm" in name:
             # HF Gemma stores weight - 1; in float32, as its own implementation adds it
@@ -89,6 +92,32 @@ class SafetensorsCheckpoint:
             types, types_name = self._token_types
             return as_float32(dense) + as_float32(types.read(types_name)[:1])
         return narrow(name, dense, self._quantization)
+
+    def stored_as(self, name: str) -> tuple[object, ...]:
+        """Equal for tensors that their files hold alike: dtypes and shapes of what makes them.
+
+        Raises KeyError for a name that is not in :meth:`names`.
+        """
+        stored = self._tensors[name]
+        if isinstance(stored, Module):
+            parts = sorted(stored.parts.items())
+            return tuple((part, entry.dtype, entry.shape) for part, (_, entry) in parts)
+        file, hf_name = stored
+        return (file.entries[hf_name].dtype, file.entries[hf_name].shape)
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of all that makes one tensor. Raises KeyError for a name that is not in :meth:`names`."""
+        stored = self._tensors[name]
+        if isinstance(stored, Module):
+            entries = [entry for _, entry in stored.parts.values()]
+        else:
+            entries = [stored[0].entries[stored[1]]]
+        return sum(entry.end - entry.start for entry in entries)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether some linears are quantised in the files."""
+        return any(isinstance(stored, Module) for stored in self._tensors.values())
 
     def fingerprint(self) -> str:
         """Identifies the source cheaply: size, mtime, inode of every file, and the load-time quantisation."""
@@ -101,9 +130,12 @@ class SafetensorsCheckpoint:
         return digest.hexdigest()
 
 
-def _match(
-    architecture: Architecture, tensors: dict[str, tuple[SafetensorsFile, Entry]]
-) -> dict[str, tuple[SafetensorsFile, str]]:
+Tensors = dict[str, tuple[SafetensorsFile, Entry]]
+Stored = Module | tuple[SafetensorsFile, str]
+"""Where a canonical tensor is: in several tensors of a quantised linear, or in the one of this name."""
+
+
+def _match(architecture: Architecture, tensors: Tensors, method: Method | None) -> dict[str, Stored]:
     """Find every tensor that the architecture needs, in file order; refuse a surplus one in a layer.
 
     A tensor too many inside the network (a bias that config.json denies, a layer beyond the last) means that
@@ -113,12 +145,24 @@ def _match(
     prefix = next((p for p in naming.prefixes if p + naming.embedding in tensors), None)
     if prefix is None:
         raise ModelFormatError(f"The checkpoint has no tensor '{naming.prefixes[0]}{naming.embedding}'.")
+    modules = _modules(tensors) if method is not None else {}
     canonical: dict[str, str] = {}
+    quantised: dict[str, Module] = {}  # by the tensor with the codes
+    used: set[str] = set()
     for name, shape in expected_shapes(architecture).items():
         if name == "head.weight":
-            hf_name = next((head for head in _HEADS if head in tensors), _HEADS[0])
+            hf_names = [head for head in _HEADS if head in tensors or head.removesuffix(".weight") in modules]
+            hf_name = hf_names[0] if hf_names else _HEADS[0]
         else:
             hf_name = prefix + naming.hf_name(name)
+        module_name = hf_name.removesuffix(".weight")
+        if method is not None and len(shape) == 2 and "embed" not in name and module_name in modules:
+            module = Module(module_name, (shape[0], shape[1]), modules[module_name])
+            parts = [f"{module_name}.{part}" for part in method.check(module)]
+            if parts:
+                canonical[parts[0]], quantised[parts[0]] = name, module
+                used.update(parts)
+                continue
         if hf_name not in tensors:
             hint = " ('tie_word_embeddings' is false)" if name == "head.weight" else ""
             raise ModelFormatError(f"The checkpoint has no tensor {hf_name!r}{hint}.")
@@ -134,9 +178,35 @@ def _match(
         canonical[hf_name] = name
     for hf_name in tensors:
         inside = hf_name.startswith(prefix + naming.layers)
-        if inside and hf_name not in canonical and not hf_name.endswith(_COMPUTED):
-            raise ModelFormatError(f"Tensor {hf_name!r} has no place in the network of config.json.")
-    return {canonical[name]: (file, name) for name, (file, _) in tensors.items() if name in canonical}
+        if not inside or hf_name in canonical or hf_name in used or hf_name.endswith(_COMPUTED):
+            continue
+        if method is not None and _is_needless(hf_name, tensors, method, used):
+            continue
+        raise ModelFormatError(f"Tensor {hf_name!r} has no place in the network of config.json.")
+    return {
+        canonical[name]: quantised.get(name, (file, name))
+        for name, (file, _) in tensors.items()
+        if name in canonical
+    }
+
+
+def _modules(tensors: Tensors) -> dict[str, Mapping[str, tuple[SafetensorsFile, Entry]]]:
+    """Tensors by the module that they belong to, and then by the last part of their names."""
+    found: dict[str, dict[str, tuple[SafetensorsFile, Entry]]] = {}
+    for name, where in tensors.items():
+        module, _, part = name.rpartition(".")
+        found.setdefault(module, {})[part] = where
+    return dict(found)
+
+
+def _is_needless(name: str, tensors: Tensors, method: Method, used: set[str]) -> bool:
+    """Whether a tensor changes nothing: scales of activations, or a bias of zeros that a quantiser added."""
+    module, _, part = name.rpartition(".")
+    if part in method.ignored:
+        return True
+    file, entry = tensors[name]
+    quantised = any(f"{module}.{codes}" in used for codes in ("qweight", "weight_packed", "weight"))
+    return part == "bias" and quantised and entry.dtype in READABLE and not file.read(name).any()
 
 
 class _Naming(NamedTuple):
@@ -152,12 +222,10 @@ def _naming(architecture: Architecture) -> _Naming:
     if architecture.encoder is not None:
         return _Naming(bert.PREFIXES, bert.EMBEDDING, bert.LAYERS, bert.hf_name)
     post_norms = any(layer.post_norms for layer in architecture.layers)
-    return _Naming(_PREFIXES, "embed_tokens.weight", "layers.", lambda name: _hf_name(name, post_norms))
+    return _Naming(_PREFIXES, "embed_tokens.weight", "layers.", lambda name: hf_name(name, post_norms))
 
 
-def _token_types(
-    architecture: Architecture, tensors: dict[str, tuple[SafetensorsFile, Entry]]
-) -> tuple[SafetensorsFile, str]:
+def _token_types(architecture: Architecture, tensors: Tensors) -> tuple[SafetensorsFile, str]:
     """Where the table of token types is: it is no part of the network, but of its position table."""
     found = next((p + bert.TOKEN_TYPES for p in bert.PREFIXES if p + bert.TOKEN_TYPES in tensors), None)
     if found is None:
@@ -175,7 +243,7 @@ def _token_types(
     return file, found
 
 
-def _hf_name(name: str, post_norms: bool) -> str:
+def hf_name(name: str, post_norms: bool) -> str:
     """The Hugging Face name, without the model's prefix, of a canonical one."""
     if not name.startswith("layers."):
         return name.replace("embed.", "embed_tokens.").replace("final_norm.", "norm.")
@@ -185,8 +253,8 @@ def _hf_name(name: str, post_norms: bool) -> str:
     return f"layers.{index}.{hf_part}.{kind}"
 
 
-def _collect(files: list[Path]) -> dict[str, tuple[SafetensorsFile, Entry]]:
-    tensors: dict[str, tuple[SafetensorsFile, Entry]] = {}
+def _collect(files: list[Path]) -> Tensors:
+    tensors: Tensors = {}
     for path in files:
         try:
             file = SafetensorsFile(path)

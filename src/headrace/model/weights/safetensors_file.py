@@ -48,6 +48,12 @@ READABLE: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """The dtypes that weights may have."""
+_PARTS: dict[str, np.dtype[Any]] = {  # of quantised weights; float8 as its bits
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +85,13 @@ class SafetensorsFile:
         self.entries = self._read_header(self._map[8 : 8 + length], 8 + length, size)
 
     def read(self, name: str) -> NDArray[Any]:
-        """The named tensor as a read-only view of the mapping, in its own dtype (one of READABLE)."""
+        """The named tensor as a read-only view of the mapping, in its own dtype; float8 e4m3 as its bits.
+
+        Raises KeyError for a dtype that is neither in READABLE nor float8 e4m3 nor an int of 8, 32 or 64
+        bits.
+        """
         entry = self.entries[name]
-        dtype = READABLE[entry.dtype]
+        dtype = READABLE.get(entry.dtype) or _PARTS[entry.dtype]
         flat = np.frombuffer(self._map, dtype, count=math.prod(entry.shape), offset=entry.start)
         return flat.reshape(entry.shape)
 

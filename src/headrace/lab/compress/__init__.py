@@ -1,0 +1,1 @@
+"""Smaller, faster models that are measured to be as good: recipes, calibration, quantisation, formats out."""

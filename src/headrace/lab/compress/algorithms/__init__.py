@@ -1,0 +1,1 @@
+"""The numerical part, in torch: imported only where a model is compressed."""

@@ -1,0 +1,172 @@
+"""Runs one layer of the network over all calibration sequences, whole and without a KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from headrace.backend.torch.device import to_torch
+from headrace.backend.torch.kv import TorchKV
+from headrace.backend.torch.ops import TorchOps, attend
+from headrace.backend.torch.step import TorchStep
+from headrace.errors import GenerationError
+from headrace.lab.compress.algorithms.scaling import Weights
+from headrace.model.architecture import Architecture, AttentionSpec
+from headrace.model.checkpoint import Checkpoint
+from headrace.model.decoder import decode_layer
+from headrace.model.ops import Shard
+from headrace.model.quant_tensor import QuantTensor
+
+CHUNK_ROWS = 2048  # rows that go through a layer at a time
+_LOGIT_ROWS = 32  # of each stream: a vocabulary wide
+See = Callable[[str, torch.Tensor], None]
+
+
+class _SequenceOps(TorchOps):
+    """Operations over whole sequences that lie one after the other; ``see`` is told of linear inputs."""
+
+    def __init__(self, weights: Weights, step: TorchStep, see: See | None) -> None:
+        super().__init__(weights, TorchKV((), 0), step)
+        self._see = see
+
+    def linear(
+        self, x: torch.Tensor, name: str, *, bias: bool = False, shard: Shard = "none"
+    ) -> torch.Tensor:
+        if self._see is not None:
+            self._see(name, x)
+        return super().linear(x, name, bias=bias, shard=shard)
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, layer: int
+    ) -> torch.Tensor:
+        """Each sequence attends to itself alone: nothing is padded, so nothing has to be masked out."""
+        out = torch.empty_like(q)
+        for start, end in zip(self._step.query_start, self._step.query_start[1:], strict=False):
+            count = end - start
+            at = torch.arange(count)
+            visible = at <= at[:, None]
+            if spec.window is not None:
+                visible &= at > at[:, None] - spec.window
+            queries = q[start:end].view(count, spec.heads, spec.head_dim)
+            keys = k[start:end].view(count, spec.kv_heads, spec.head_dim)
+            values = v[start:end].view(count, spec.kv_heads, spec.head_dim)
+            out[start:end] = attend(queries, keys, values, visible, spec).flatten(-2)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the sequences lie among the rows of a residual stream, in chunks of whole sequences."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Rows in all."""
+        return sum(self.lengths)
+
+    def chunks(self) -> Iterator[tuple[slice, TorchStep]]:
+        """Sequences of about CHUNK_ROWS rows together, and the step that runs them."""
+        begin = 0
+        held: list[int] = []
+        for length in self.lengths:
+            if held and sum(held) + length > CHUNK_ROWS:
+                yield _chunk(begin, held)
+                begin, held = begin + sum(held), []
+            held.append(length)
+        yield _chunk(begin, held)
+
+
+def _chunk(begin: int, lengths: Sequence[int]) -> tuple[slice, TorchStep]:
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    none = torch.empty(0, dtype=torch.int64)
+    step = TorchStep(none, positions, starts, list(lengths), (), (), none)
+    return slice(begin, begin + starts[-1]), step
+
+
+def embed(checkpoint: Checkpoint, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The residual stream before the first layer, float32 ``[rows, hidden]``; reads only rows it needs."""
+    ids = torch.tensor([token for sequence in sequences for token in sequence])
+    used, place = torch.unique(ids, return_inverse=True)
+    table = checkpoint.tensor("embed.weight")
+    rows = used.numpy()
+    taken = table.take_rows(rows) if isinstance(table, QuantTensor) else table[rows]
+    return (
+        to_torch(taken, torch.float32, torch.device("cpu"))[place] * checkpoint.architecture.embedding_scale
+    )
+
+
+def load_layer(checkpoint: Checkpoint, index: int) -> Weights:
+    """The layer's tensors in float32, by name without ``layers.{i}.``."""
+    prefix = f"layers.{index}."
+    return {
+        name.removeprefix(prefix): to_torch(checkpoint.tensor(name), torch.float32, torch.device("cpu"))
+        for name in sorted(checkpoint.names())
+        if name.startswith(prefix)
+    }
+
+
+def run_layer(
+    architecture: Architecture,
+    index: int,
+    weights: Weights,
+    hidden: torch.Tensor,
+    rows: Rows,
+    see: See | None,
+) -> torch.Tensor:
+    """The residual stream after layer ``index``. Raises GenerationError if it is not finite any more."""
+    named = {f"layers.{index}.{name}": tensor for name, tensor in weights.items()}
+    out = torch.empty_like(hidden)
+    for where, step in rows.chunks():
+        ops = _SequenceOps(named, step, see)
+        out[where] = decode_layer(ops, hidden[where], architecture.layers[index], index)
+        if not bool(torch.isfinite(out[where]).all()):
+            culprit = _first_not_finite(architecture, index, named, hidden[where], step)
+            raise GenerationError(
+                f"Layer {index} gives values that are not finite, {culprit}: its weights are damaged, or its "
+                "computation overflows in float32. Nothing can be calibrated on it."
+            )
+    return out
+
+
+def log_probs(checkpoint: Checkpoint, streams: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Log-softmax rows ``[some, vocab]`` of several last layers' outputs, a few rows of each at a time."""
+    architecture = checkpoint.architecture
+    norms = {
+        name: to_torch(checkpoint.tensor(name), torch.float32, torch.device("cpu"))
+        for name in checkpoint.names()
+        if name.startswith("final_norm.")
+    }
+    head = "embed.weight" if architecture.tied_head else "head.weight"
+    matrix = to_torch(checkpoint.tensor(head), torch.float32, torch.device("cpu"))
+    for start in range(0, len(streams[0]), _LOGIT_ROWS):
+        found = []
+        for stream in streams:
+            rows = stream[start : start + _LOGIT_ROWS]
+            ops = _SequenceOps(norms, _chunk(0, [len(rows)])[1], None)
+            logits = F.linear(ops.norm(rows, "final_norm", architecture.final_norm), matrix)
+            if architecture.logit_softcap is not None:
+                logits = ops.softcap(logits, architecture.logit_softcap)
+            found.append(logits.log_softmax(-1))
+        yield found
+
+
+def _first_not_finite(
+    architecture: Architecture, index: int, named: Weights, hidden: torch.Tensor, step: TorchStep
+) -> str:
+    """Where it begins: a weight, or the input of one."""
+    for name, tensor in named.items():
+        if not bool(torch.isfinite(tensor).all()):
+            return f"and its {name} holds some already"
+    bad: list[str] = []
+
+    def look(name: str, x: torch.Tensor) -> None:
+        if not bool(torch.isfinite(x).all()):
+            bad.append(name)
+
+    decode_layer(_SequenceOps(named, step, look), hidden, architecture.layers[index], index)
+    return f"first in the input of {bad[0]}" if bad else "first in its output"

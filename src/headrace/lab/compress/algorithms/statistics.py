@@ -1,0 +1,66 @@
+"""What is kept of the inputs of a layer's linear weights: sums in float32, never the inputs themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+SITES = {
+    "attention_norm": ("attention.q", "attention.k", "attention.v"),
+    "attention.v": ("attention.o",),
+    "feed_forward_norm": ("feed_forward.gate", "feed_forward.up"),
+    "feed_forward.up": ("feed_forward.down",),
+}
+"""The weights of a layer that share an input, by the norm or weight that makes it, channel by channel."""
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Of one input ``[rows, in]``: how many rows, ``gram = x.T @ x``, and of each channel the sum of absolute
+    values and the largest."""
+
+    rows: int
+    gram: torch.Tensor
+    total: torch.Tensor
+    largest: torch.Tensor
+
+    @classmethod
+    def of_width(cls, width: int) -> Inputs:
+        """Nothing seen yet."""
+        return cls(0, torch.zeros(width, width), torch.zeros(width), torch.zeros(width))
+
+    def add(self, x: torch.Tensor) -> None:
+        """Take rows in."""
+        size = x.abs()
+        self.rows += len(x)
+        self.gram.addmm_(x.T, x)
+        self.total += size.sum(0)
+        self.largest = torch.maximum(self.largest, size.amax(0))
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean absolute value of each channel."""
+        return self.total / max(self.rows, 1)
+
+    def divide(self, scale: torch.Tensor) -> None:
+        """As if every row had been divided by ``scale [in]``."""
+        self.gram /= scale[:, None] * scale
+        self.total /= scale
+        self.largest /= scale
+
+
+@dataclass(slots=True)
+class LayerInputs:
+    """The inputs of a layer's sites; :meth:`see` is told what goes into each linear weight."""
+
+    sites: dict[str, Inputs] = field(default_factory=dict)
+
+    def see(self, name: str, x: torch.Tensor) -> None:
+        """``name``: canonical, ``layers.{i}.attention.q``; of weights that share inputs the first counts."""
+        part = name.split(".", 2)[2]
+        for site, members in SITES.items():
+            if part == members[0]:
+                if site not in self.sites:
+                    self.sites[site] = Inputs.of_width(x.shape[1])
+                self.sites[site].add(x)

@@ -1,0 +1,7 @@
+"""Formats that compressed models are written in; those of the engine's readers are in ``model/weights``."""
+
+from __future__ import annotations
+
+from headrace.lab.compress.formats.write import FORMATS, Format, check_format, write_checkpoint
+
+__all__ = ["FORMATS", "Format", "check_format", "write_checkpoint"]

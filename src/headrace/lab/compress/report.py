@@ -1,0 +1,132 @@
+"""What a compression did, as JSON that is its manifest as well, and as a page to read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace.errors import ConfigError
+from headrace.lab.compress.speed import Speed
+from headrace.lab.evaluate.divergence import TextResult
+from headrace.lab.evaluate.results import Report as Evaluated
+
+JSON_NAME = "compress.json"
+PAGE_NAME = "compress.md"
+_WORST = 5
+
+
+class Rounded(BaseModel):
+    """One weight: how it is held, and the share of its output's energy that was lost on the calibration."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    shape: tuple[int, ...]
+    scheme: str
+    size_bytes: int
+    lost: float | None = None
+
+
+class Size(BaseModel):
+    """Bytes. ``rounded_share``: of the rounded weights, what they take of their size in 16 bits."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    weights: int
+    source_weights: int  # of the source's files
+    source_16_bit: int  # of the source's tensors, had they 16 bits each
+    rounded_share: float
+
+
+class CompressReport(BaseModel):
+    """Written into the folder of the compressed model. ``compared``: how it was
+    evaluated; ``files``: sha256 of each of the others there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal["headrace-compress/1"] = "headrace-compress/1"
+    headrace: str
+    created: str  # ISO 8601, UTC
+    model: str
+    source_fingerprint: str
+    recipe_name: str
+    recipe: dict[str, Any]
+    calibration: dict[str, Any] | None
+    output_format: str
+    tensors: list[Rounded]
+    notes: list[str]
+    sensitivity: list[float] | None = None
+    seconds: float
+    peak_memory_bytes: int
+    size: Size
+    compared: dict[str, Any]
+    evaluation: Evaluated | None = None
+    speed: Speed | None = None
+    source_speed: Speed | None = None
+    gate: str | None = None
+    gate_failures: list[str] = []
+    files: dict[str, str] = {}
+
+    def text(self) -> TextResult | None:
+        """What was measured on text, if it was."""
+        record = None if self.evaluation is None else self.evaluation.suites.get("perplexity")
+        return record.result if record is not None and isinstance(record.result, TextResult) else None
+
+    def lines(self) -> Iterator[str]:
+        """The result in a few lines."""
+        mib = 2**20
+        share = self.size.weights / self.size.source_16_bit
+        yield (
+            f"size: {self.size.weights / mib:.1f} MiB of weights, {share:.0%} of the model in 16 bits "
+            f"({self.size.rounded_share:.0%} of the weights that were rounded)"
+        )
+        found = None if (text := self.text()) is None else text.divergence
+        if text is not None and found is not None:
+            yield (
+                f"KL {found.kl.value:.5f} nats per token (p99 {found.kl_p99:.4f}), same top-1 "
+                f"{found.same_top1.value:.1%}, perplexity {text.perplexity.value:.3f} after "
+                f"{found.reference_perplexity.value:.3f}"
+            )
+        for title, speed in (("speed", self.speed), ("speed of the source", self.source_speed)):
+            if speed is not None:
+                yield (
+                    f"{title}: loads in {speed.load_s:.1f} s, first token after {speed.ttft_ms:.0f} ms, then "
+                    f"{speed.tpot_ms:.1f} ms each; {speed.tokens_per_second:.0f} tokens/s in 8 streams"
+                )
+        yield f"took {self.seconds:.0f} s, {self.peak_memory_bytes / mib:.0f} MiB of memory at the peak"
+
+    def page(self) -> str:
+        """The report as Markdown."""
+        lines = [f"# {self.model}, {self.recipe_name}", ""]
+        lines += [f"- {line}" for line in self.lines()]
+        if self.gate is not None:
+            passed = "passed" if not self.gate_failures else "refused"
+            lines += [f"- gate {self.gate}: {passed}", *(f"  - {line}" for line in self.gate_failures)]
+        if self.calibration is not None:
+            about = ", ".join(f"{key} {value}" for key, value in self.calibration.items())
+            lines += [f"- calibration: {about}"]
+        lines += [f"- {note}" for note in self.notes]
+        worst = sorted((one for one in self.tensors if one.lost), key=lambda one: -(one.lost or 0))[:_WORST]
+        if worst:
+            lines += ["", "| weights that lost most | of | lost of the output |", "|---|---|---|"]
+            lines += [f"| {one.name} | {one.scheme} | {one.lost:.2%} |" for one in worst]
+        return "\n".join([*lines, ""])
+
+
+def digest(path: Path) -> str:
+    """The sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_report(folder: Path) -> CompressReport:
+    """Of a compressed model. Raises ConfigError if there is none."""
+    path = folder / JSON_NAME
+    try:
+        return CompressReport.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        raise ConfigError(f"{folder} holds no {JSON_NAME} of headrace compress.") from None
