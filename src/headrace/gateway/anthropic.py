@@ -125,7 +125,7 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
     """Content as blocks; empty texts, which the API refuses, are none."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
-    return list(_parts(content or ()))
+    return list(_parts(content or []))
 
 
 def _parts(parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
