@@ -44,11 +44,11 @@ _TRUNCATING = frozenset({"headrace", "vllm"})  # kinds that cut long texts when 
 
 
 class Embedder:
-    """Vectors of one model. For one event loop."""
+    """Vectors of one model. ``timeout_s``: how long a request waits for them. For one event loop."""
 
     def __init__(self, gateway: Gateway, settings: EmbeddingsSettings) -> None:
         self._gateway = gateway
-        self._timeout_s = settings.timeout_ms / 1000
+        self.timeout_s = settings.timeout_ms / 1000
         self._name = settings.model
         self._known: OrderedDict[bytes, Vectors] = OrderedDict()
         self._pending: dict[str, asyncio.Future[Vectors | None]] = {}  # asked for, or about to be
@@ -79,7 +79,7 @@ class Embedder:
             else:
                 return None
         if waited:
-            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            limit_s = self.timeout_s if timeout_s is None else timeout_s
             await asyncio.wait(waited.values(), timeout=max(limit_s, 0.0))
             for text, future in waited.items():
                 vector = future.result() if future.done() else None

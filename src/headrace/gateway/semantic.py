@@ -48,7 +48,6 @@ _OBSERVATIONS = 20_000
 _TIDY_EVERY = 64  # questions kept
 _MOST_LEARNING = 256
 _LEARN_S = 5.0  # for the embeddings of two answers; nobody waits for them
-_LOAD_S = 0.05
 _ONE_ANSWER_ONLY = ("tools", "functions", "logprobs", "prompt_logprobs", "audio", "prediction")
 
 
@@ -284,7 +283,7 @@ class SemanticCache:
             loading = asyncio.to_thread(self._load, scope, dimensions)
             task = self._loading[scope] = asyncio.create_task(loading)
             task.add_done_callback(lambda task: self._loaded(scope, task))
-        await asyncio.wait({task}, timeout=_LOAD_S)
+        await asyncio.wait({task}, timeout=self._embedder.timeout_s)
         return task.result() if task.done() and not task.cancelled() and task.exception() is None else None
 
     def _loaded(self, scope: bytes, task: asyncio.Task[Index]) -> None:
