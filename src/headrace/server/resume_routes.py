@@ -36,7 +36,7 @@ class ResumeRoutes:
         count = plan.n * plan.prompts
         text = http.headers.get(LAST_EVENT, "") if plan.stream else ""
         seen = Positions.parse(text, count) if text else Positions(found.begun)
-        answer.begun, answer.over = bool(text), seen is None
+        answer.begun, answer.over = bool(text) or any(found.begun), seen is None
         answer.positions = Positions([0] * count)
         answers.open(found)
         reading = Reading(found, seen, answer.skip, self._state)
