@@ -4,7 +4,13 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <memory>
+#include <new>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "isa.h"
 #include "pool.h"
@@ -15,6 +21,8 @@ namespace headrace {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr size_t kLargePage = size_t{1} << 21;
 
 // Every thread repeats `work` until the time is over; what all of them did, per second.
 template <class Work>
@@ -47,10 +55,17 @@ double measure_read(const std::string& isa, int threads, size_t bytes, double se
   if (threads < 1 || lines < static_cast<size_t>(threads) * 64 || bytes > size_t{1} << 36)
     throw std::invalid_argument("bytes: at least 4096 for each thread, at most 64 GiB");
   nb::gil_scoped_release release;
-  // Every page written, or all of them would be one page of zeros.
-  std::unique_ptr<uint8_t[]> buffer(new uint8_t[bytes + 64]);
-  for (size_t i = 0; i < bytes + 64; ++i) buffer[i] = static_cast<uint8_t>(i * 31);
-  const uint8_t* first = buffer.get() + (64 - reinterpret_cast<uintptr_t>(buffer.get()) % 64) % 64;
+  // In large pages, as weights and KV lie where the system grants them: a ceiling must not be below what is
+  // reached there. Every page is written, or all of them would be one page of zeros.
+  const size_t size = (bytes + kLargePage - 1) / kLargePage * kLargePage;
+  const std::unique_ptr<uint8_t, decltype(&std::free)> buffer(
+      static_cast<uint8_t*>(std::aligned_alloc(kLargePage, size)), &std::free);
+  if (!buffer) throw std::bad_alloc();
+  uint8_t* const first = buffer.get();
+#ifdef __linux__
+  madvise(first, size, MADV_HUGEPAGE);  // a wish: without it, the pages are small
+#endif
+  for (size_t i = 0; i < size; ++i) first[i] = static_cast<uint8_t>(i * 31);
   return rate(threads, seconds, [&](int thread) {
     const size_t begin = lines * static_cast<size_t>(thread) / static_cast<size_t>(threads);
     const size_t end = lines * (static_cast<size_t>(thread) + 1) / static_cast<size_t>(threads);

@@ -22,7 +22,9 @@ inline void cpu_relax() {
 class Barrier {
  public:
   explicit Barrier(int threads) : threads_(threads) {}
-  void wait() {
+  // idle: called again and again meanwhile; false when it has nothing to do.
+  template <class Idle>
+  void wait(Idle idle) {
     if (threads_ == 1) return;
     const unsigned phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
@@ -31,6 +33,7 @@ class Barrier {
       return;
     }
     for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
+      if (idle()) continue;
       if (spins < 4096) {
         cpu_relax();
       } else {

@@ -12,6 +12,7 @@ namespace {
 constexpr int kRowBlock = 48;  // rows of activations that stay in cache while weights stream past
 constexpr int kFewRows = 16;   // so few that a matrix takes longer to read than to multiply
 constexpr size_t kWarmBytes = 8192;
+constexpr size_t kAheadBytes = size_t{1} << 18;  // of a second-level cache
 constexpr int kFewUnits = 8;  // of attention, for each thread: with more, all threads are busy to the end
 constexpr size_t kStateFloats = size_t{1} << 20;  // for the states of partitions
 
@@ -54,6 +55,9 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
     sampler_.emplace_back(sampler_workspace_bytes(limits_.vocab) + 64);
   }
   profile_.assign(instructions_.size(), 0.0);
+  next_matmul_.assign(instructions_.size(), instructions_.size());
+  for (size_t i = instructions_.size(); i-- > 1;)
+    next_matmul_[i - 1] = instructions_[i].op == kMatmul ? i : next_matmul_[i];
 }
 
 void Program::bind(std::vector<uint8_t*> bases, std::vector<int64_t> sizes) {
@@ -88,12 +92,14 @@ void Program::run(const BatchView& batch, const ResultView& result) {
 void Program::execute(int thread, const BatchView& batch, const ResultView& result) {
   using Clock = std::chrono::steady_clock;
   const bool timed = profiling_ && thread == 0;
+  Ahead ahead{0, nullptr, nullptr};
   for (size_t i = 0; i < instructions_.size(); ++i) {
     const Clock::time_point start = timed ? Clock::now() : Clock::time_point();
     step(instructions_[i], i, thread, batch, result);
     if (instructions_[i].barrier) {
-      warm(i + 1, thread, batch);
-      barrier_.wait();
+      if (next_matmul_[i] != ahead.matmul) ahead = weights_ahead(next_matmul_[i], thread, batch);
+      if (next_matmul_[i] == i + 1) ahead.ask(kWarmBytes);
+      barrier_.wait([&ahead] { return ahead.ask(4 * 64); });
     }
     if (timed) profile_[i] += std::chrono::duration<double>(Clock::now() - start).count();
   }
@@ -206,17 +212,24 @@ Program::Tiles Program::tiles_of(const Instruction& in) const {
 }
 
 // While few rows leave a thread waiting for the others, it asks for the weights that it will read next.
-void Program::warm(size_t index, int thread, const BatchView& b) const {
-  if (index == instructions_.size() || instructions_[index].op != kMatmul) return;
+Program::Ahead Program::weights_ahead(size_t index, int thread, const BatchView& b) const {
+  if (index == instructions_.size()) return {index, nullptr, nullptr};
   const Instruction& in = instructions_[index];
-  if ((in.logit_rows ? b.logit_rows : b.tokens) > kFewRows || in.format.dense()) return;
+  if ((in.logit_rows ? b.logit_rows : b.tokens) > kFewRows || in.format.dense())
+    return {index, nullptr, nullptr};
   const Tiles tiles = tiles_of(in);
   const size_t row = in.format.row_bytes(in.i1);
   const Range chunks = share(tiles.chunks, thread, pool_.threads());
   const size_t chunk = row * static_cast<size_t>(tiles.chunk);
-  const size_t bytes = std::min(kWarmBytes, chunk * static_cast<size_t>(chunks.end - chunks.begin));
+  const size_t bytes = std::min(kAheadBytes, chunk * static_cast<size_t>(chunks.end - chunks.begin));
   const uint8_t* weights = at(in.weight) + chunk * static_cast<size_t>(chunks.begin);
-  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(weights + i);
+  return {index, weights, weights + bytes};
+}
+
+bool Program::Ahead::ask(size_t bytes) {
+  if (next == end) return false;
+  for (size_t i = 0; i < bytes && next < end; i += 64, next += 64) __builtin_prefetch(next, 0, 2);
+  return true;
 }
 
 // With few rows every thread has a run of tiles of its own, so that it reads one stretch of memory; with many

@@ -113,6 +113,11 @@ class Program {
     int first, count;
     size_t state_floats;
   };
+  struct Ahead {  // weights of a matmul that a thread will read, not asked for yet; whole cache lines
+    size_t matmul;
+    const uint8_t *next, *end;
+    bool ask(size_t bytes);
+  };
   struct alignas(64) Claim {
     std::atomic<int32_t> next{0};
   };
@@ -128,7 +133,7 @@ class Program {
   void step(const Instruction& in, size_t index, int thread, const BatchView& batch,
             const ResultView& result);
   void matmul(const Instruction& in, Claim* claims, int thread, int rows);
-  void warm(size_t index, int thread, const BatchView& batch) const;
+  Ahead weights_ahead(size_t index, int thread, const BatchView& batch) const;
   void attention(const Instruction& in, Claim& claim, int thread, const BatchView& batch);
   Partitions partitions(const Instruction& in, const Unit& unit, const BatchView& batch) const;
   bool splits(const Instruction& in, const std::vector<Unit>& units, const BatchView& batch) const;
@@ -153,6 +158,7 @@ class Program {
   std::vector<int> unit_rows_;                 // rows-per-unit of units_[i]
   std::vector<std::vector<float>> scratch_;    // per thread, attention
   std::vector<std::vector<uint8_t>> sampler_;  // per thread
+  std::vector<size_t> next_matmul_;            // behind each instruction; their number if there is none
   bool profiling_ = false;
   std::vector<double> profile_;
 };

@@ -91,6 +91,14 @@ class ModelNotFoundError(HeadraceError):
     code = "model_not_found"
 
 
+class NotFoundError(HeadraceError):
+    """What was named (a key, a request, a release) is not here."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
 class ModelFormatError(HeadraceError):
     """A model file is corrupt, truncated, lying, or of a kind that is refused (pickle)."""
 
@@ -98,11 +106,15 @@ class ModelFormatError(HeadraceError):
 
 
 class OverloadedError(HeadraceError):
-    """Queue full, queue time exceeded, or the server is draining: try again later."""
+    """Queue full, queue time exceeded, or the server is draining: try again after ``retry_after_s``."""
 
     status = 503
     type = "server_error"
     code = "overloaded"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceededError(HeadraceError):

@@ -16,6 +16,14 @@ from headrace.errors import ConfigError
 Model = TypeVar("Model", bound=BaseModel)
 
 
+class FieldError(ValueError):
+    """What a validator of several fields finds wrong with one of them; ``at`` is the way to it."""
+
+    def __init__(self, message: str, *at: str) -> None:
+        super().__init__(message)
+        self.at = at
+
+
 def read_yaml(path: Path, model: type[Model]) -> Model:
     """The file as a ``model``. Raises ConfigError with path, line, field and what is wrong with it."""
     root, content = parse_yaml(path)
@@ -23,9 +31,11 @@ def read_yaml(path: Path, model: type[Model]) -> Model:
         return model.model_validate(content)
     except ValidationError as error:
         first = _telling(error.errors())
-        field = ".".join(str(part) for part in first["loc"]) or "the file"
+        cause = first.get("ctx", {}).get("error")
+        where = (*first["loc"], *(cause.at if isinstance(cause, FieldError) else ()))
+        field = ".".join(str(part) for part in where) or "the file"
         said = first["msg"] + _meant(first, model)
-        raise ConfigError(f"{path}:{_line(root, first['loc'])}: {field}: {said}") from None
+        raise ConfigError(f"{path}:{_line(root, where)}: {field}: {said}") from None
 
 
 def parse_yaml(path: Path) -> tuple[Any, Any]:

@@ -107,10 +107,10 @@ class RunningGateway:
         self.url = found[0]
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
-    def key(self, tenant: str) -> dict[str, str]:
-        """A header with a new key of the tenant's."""
+    def key(self, tenant: str, app: str = "") -> dict[str, str]:
+        """A header with a new key of the tenant's, or of its app's."""
         with contextlib.closing(Store(self.state)) as store:
-            _, secret = Keys(store).create(tenant)
+            _, secret = Keys(store).create(tenant, app=app)
         return {"authorization": f"Bearer {secret}"}
 
     def chat(self, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:

@@ -229,7 +229,8 @@ def test_many_open_a_new_file_at_once(tmp_path: Path) -> None:
 def test_the_ledger_cannot_be_rewritten(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.db.execute(
-        "INSERT INTO ledger VALUES (1, 0, 'r', 't', 'k', 'm', 'u', 'x', 'ok', 'off', 1, 0, 1, 0, 5, 1)"
+        "INSERT INTO ledger VALUES "
+        "(1, 0, 'r', 't', 'k', 'm', 'u', 'x', 'ok', 'off', 1, 0, 1, 0, 5, 1, '', '', '')"
     )
     for statement in ("UPDATE ledger SET nano_usd = 0", "DELETE FROM ledger"):
         with pytest.raises(sqlite3.IntegrityError, match="append-only"):

@@ -1,22 +1,21 @@
-"""headrace gateway: run, keys and usage."""
+"""headrace gateway: run, keys and usage; its other commands have files of their own."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace.errors import ConfigError
+from headrace.cli import gateway_backup, gateway_live, gateway_releases
+from headrace.cli.gateway_shared import AsJson, Config, date, opened, read, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from headrace.gateway.config import GatewayConfig
     from headrace.gateway.keys import Keys
@@ -24,8 +23,12 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="One address in front of many upstreams: keys, quotas, costs.")
 keys_app = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revoke API keys.")
 app.add_typer(keys_app, name="keys")
+app.add_typer(gateway_releases.app, name="releases")
+app.command()(gateway_live.reload)
+app.command()(gateway_live.upstreams)
+app.command(name="clear-cache")(gateway_live.clear_cache)
+app.command()(gateway_backup.backup)
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The gateway's YAML file.")]
 KeyId = Annotated[str, typer.Argument(metavar="KEY", help="The key's id, as keys list shows it.")]
 
 
@@ -44,37 +47,43 @@ def run(
     ] = "info",
 ) -> None:
     """Serve requests by the upstreams of CONFIG. Logs are JSON lines on standard error."""
-    settings = _read(config)
+    settings = read(config)
     from headrace.gateway.gateway import Gateway
     from headrace.gateway.run import run as run_gateway
     from headrace.observe.logs import logger
-    from headrace.web.listen import listen
+    from headrace.web.listen import address_of, listen
 
-    gateway = Gateway(settings, logger(level=log_level))
+    gateway = Gateway(settings, logger(level=log_level), config)
     at = settings.host if host is None else host
     sock = listen(at, settings.port if port is None else port, settings.write_timeout_s)
-    shown = "127.0.0.1" if at in ("", "0.0.0.0", "::") else f"[{at}]" if ":" in at else at
-    address = f"http://{shown}:{sock.getsockname()[1]}"
+    address = address_of(at, sock.getsockname()[1])
+
+    admin = None
+    if settings.admin is not None:
+        admin = listen(settings.admin.host, settings.admin.port, settings.write_timeout_s)
 
     def announce() -> None:
         print(f"Gateway to {', '.join(sorted(settings.models))} on {address}", flush=True)
+        if admin is not None and settings.admin is not None:
+            print(f"Admin API on {address_of(settings.admin.host, admin.getsockname()[1])}", flush=True)
 
-    run_gateway(gateway, sock, on_ready=announce, drain_timeout_s=drain_timeout)
+    run_gateway(gateway, sock, admin=admin, on_ready=announce, drain_timeout_s=drain_timeout)
 
 
 @keys_app.command()
 def create(
     config: Config,
     tenant: Annotated[str, typer.Option(help="Whose key it is: a tenant of CONFIG.")],
+    app: Annotated[str, typer.Option(help="The tenant's app that it is for.")] = "",
     name: Annotated[str, typer.Option(help="To tell it from others.")] = "",
 ) -> None:
     """Make a key and print its secret, which nobody can read again."""
-    settings = _read(config)
-    if tenant not in settings.tenants:
-        known = ", ".join(sorted(settings.tenants)) or "none yet"
-        raise ConfigError(f"{config} has no tenant {tenant}; it has: {known}")
+    settings = read(config)
+    from headrace.gateway.keys import check_owner
+
+    check_owner(settings, tenant, app)
     with _keys(settings) as keys:
-        key, secret = keys.create(tenant, name)
+        key, secret = keys.create(tenant, name, app)
     print(f"made {key.id} for {tenant}; its secret, shown only now:", file=sys.stderr)
     print(secret)
 
@@ -82,33 +91,41 @@ def create(
 @keys_app.command(name="list")
 def list_keys(
     config: Config,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show all keys, without their secrets."""
-    with _keys(_read(config)) as keys:
+    with _keys(read(config)) as keys:
         found = keys.all()
     if as_json:
         json.dump([asdict(key) for key in found], sys.stdout, indent=2)
         print()
         return
     rows = [
-        (key.id, key.tenant, key.name, _date(key.created_at), _date(key.rotated_at), _date(key.revoked_at))
+        (
+            key.id,
+            key.tenant,
+            key.app or "-",
+            key.name,
+            date(key.created_at),
+            date(key.rotated_at),
+            date(key.revoked_at),
+        )
         for key in found
     ]
-    _table(("id", "tenant", "name", "created", "rotated", "revoked"), rows)
+    table(("id", "tenant", "app", "name", "created", "rotated", "revoked"), rows)
 
 
 @keys_app.command()
 def rotate(config: Config, key: KeyId) -> None:
     """Give a key a new secret and print it; the old one ends at once."""
-    with _keys(_read(config)) as keys:
+    with _keys(read(config)) as keys:
         print(keys.rotate(key))
 
 
 @keys_app.command()
 def revoke(config: Config, key: KeyId) -> None:
     """End a key for good."""
-    with _keys(_read(config)) as keys:
+    with _keys(read(config)) as keys:
         keys.revoke(key)
     print(f"revoked {key}")
 
@@ -117,21 +134,21 @@ def revoke(config: Config, key: KeyId) -> None:
 def usage(
     config: Config,
     by: Annotated[
-        Literal["tenant", "key", "model", "upstream", "day"], typer.Option(help="What to sum over.")
+        Literal["tenant", "app", "key", "model", "upstream", "version", "day"],
+        typer.Option(help="What to sum over."),
     ] = "tenant",
     days: Annotated[
         float | None, typer.Option(min=0.0, help="Only requests that ended in the last so many days.")
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Sum up the ledger: requests, tokens and what they cost."""
-    settings = _read(config)
+    settings = read(config)
     from headrace.gateway.ledger import usage as sums
-    from headrace.gateway.store import Store
 
     since = 0.0 if days is None else time.time() - days * 86_400
-    with contextlib.closing(Store(settings.state)) as store:
+    with opened(settings) as store:
         found = sums(store, by, since=since, tenant=tenant)
     if as_json:
         json.dump([asdict(row) for row in found], sys.stdout, indent=2)
@@ -150,41 +167,12 @@ def usage(
         )
         for row in found
     ]
-    _table((by, "requests", "failed", "hits", "prompt", "cached", "completion", "USD"), rows)
-
-
-def _read(path: Path) -> GatewayConfig:
-    import importlib.util
-
-    if importlib.util.find_spec("aiohttp") is None:
-        raise ConfigError("gateway needs aiohttp: pip install 'headrace[gateway]'")
-    from headrace.gateway.config import read_config
-
-    return read_config(path)
+    table((by, "requests", "failed", "hits", "prompt", "cached", "completion", "USD"), rows)
 
 
 @contextlib.contextmanager
 def _keys(settings: GatewayConfig) -> Iterator[Keys]:
     from headrace.gateway.keys import Keys
-    from headrace.gateway.store import Store
 
-    with contextlib.closing(Store(settings.state)) as store:
+    with opened(settings) as store:
         yield Keys(store)
-
-
-def _date(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M")
-
-
-def _table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*names, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    # what is cut or wrapped cannot be pasted: only a terminal gets its own width
-    console = Console() if sys.stdout.isatty() else Console(width=1000)
-    console.print(table, soft_wrap=not sys.stdout.isatty(), markup=False)

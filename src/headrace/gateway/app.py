@@ -18,7 +18,7 @@ from headrace.errors import (
     ModelNotFoundError,
     OverloadedError,
 )
-from headrace.gateway import pipeline
+from headrace.gateway import feedback, pipeline
 from headrace.gateway.authenticate import authenticate
 from headrace.gateway.cache import HEADER
 from headrace.gateway.context import RequestContext, Route
@@ -36,6 +36,7 @@ _GENERATING: dict[str, Route] = {
     "/v1/embeddings": "embeddings",
 }
 _MODELS = "/v1/models"
+_FEEDBACK = "/v1/feedback"
 _QUIET = ("/health", "/health/readiness", "/metrics")
 _CLIENT_GONE_STATUS = 499
 
@@ -107,6 +108,8 @@ class GatewayApp:
             handler, allowed = self._generate, "POST"
         elif path == _MODELS or path.startswith(f"{_MODELS}/"):
             handler = self._models
+        elif path == _FEEDBACK:
+            handler, allowed = self._feedback, "POST"
         elif path in _QUIET:
             handler = self._plain
         if handler is not None and method == allowed:
@@ -152,7 +155,9 @@ class GatewayApp:
         """What the key may use: models and aliases."""
         context = RequestContext(own_id, "chat/completions", request.headers, b"", time.monotonic())
         await authenticate(self._gateway, context)
-        names = {name: name for name in self._gateway.targets} | self._gateway.config.aliases
+        gateway = self._gateway
+        names = {name: name for name in gateway.targets} | gateway.config.aliases
+        names |= {name: name for name in gateway.config.releases}
         cards = {
             name: self._card(name, model) for name, model in names.items() if may_use(context, name, model)
         }
@@ -165,6 +170,9 @@ class GatewayApp:
             raise ModelNotFoundError(f"the model `{wanted[:200]}` does not exist here, or not for this key")
 
     def _card(self, name: str, model: str) -> dict[str, Any]:
+        if model in self._gateway.releases:
+            release, state = self._gateway.releases[model]
+            model = release.versions[state.stable].model
         contexts = [target.served.context for target in self._gateway.targets[model]]
         longest = max((length for length in contexts if length is not None), default=None)
         return {
@@ -176,6 +184,15 @@ class GatewayApp:
             "max_model_len": longest,
         }
 
+    async def _feedback(self, request: Request, send: Send, own_id: str) -> None:
+        body = await read_body(request, feedback.MAX_BYTES, self._gateway.config.read_timeout_s)
+        context = RequestContext(own_id, "chat/completions", request.headers, body, time.monotonic())
+        await authenticate(self._gateway, context)
+        given = feedback.read_feedback(body)
+        feedback.give(self._gateway, context.tenant, given)
+        told = {"object": "feedback", "request_id": given.request_id, "score": given.score}
+        await self._json(told, request, send)
+
     async def _plain(self, request: Request, send: Send, _: str) -> None:
         path = request.scope["path"]
         if path == "/metrics":
@@ -186,7 +203,7 @@ class GatewayApp:
         status = 200
         if path == "/health/readiness":
             upstreams = self._gateway.upstreams.values()
-            if not any(upstream.health.share() > 0 for upstream in upstreams):
+            if not any(upstream.health.share() > 0 and not upstream.drained for upstream in upstreams):
                 phase = "no upstream"
             status = 200 if phase == "ok" else 503
         await self._json({"status": phase}, request, send, status)
@@ -200,6 +217,8 @@ def _headers(context: RequestContext) -> dict[str, str]:
     out: dict[str, str] = {HEADER: context.cache} if context.admitted else {}
     if context.target is not None and context.answer is not None:
         out["x-headrace-upstream"] = context.target.upstream.name
+    if context.version:
+        out["x-headrace-version"] = context.version
     if isinstance(context.answer, bytes):  # what a stream costs is known at its end: the ledger has it
         out["x-headrace-cost-usd"] = f"{context.nano_usd / NANO:.9f}"
     if context.reservation is not None:
@@ -220,7 +239,10 @@ def _line(context: RequestContext) -> dict[str, Any]:
     usage = context.usage
     return {
         "tenant": context.tenant,
+        "app": context.app,
         "model": context.model,
+        "release": context.release,
+        "version": context.version,
         "upstream": context.target.upstream.name if context.target is not None else None,
         "outcome": context.outcome,
         "cache": context.cache,

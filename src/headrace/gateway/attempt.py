@@ -243,6 +243,7 @@ class RelayedStream:
     async def aclose(self) -> None:
         """Let go of the upstream, and note what was used."""
         context, told_usage = self._context, self._filter.usage
+        context.first_token_at = self._filter.first_token_at
         if self._filter.complete and not self._at_end:
             try:  # a connection that is read to its end can be used again
                 async with asyncio.timeout(_LAST_BYTES_S):

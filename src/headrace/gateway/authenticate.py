@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from headrace.errors import AuthenticationError, NotAllowedError
 from headrace.gateway.config import Tenant
+from headrace.gateway.keys import Key
+from headrace.gateway.quotas import Scope
 
 if TYPE_CHECKING:
     from headrace.gateway.context import RequestContext
@@ -16,11 +18,12 @@ OPEN_TENANT = "default"
 
 
 async def authenticate(gateway: Gateway, context: RequestContext) -> None:
-    """Fill in tenant, key and limits. Raises AuthenticationError or NotAllowedError."""
+    """Fill in tenant, app, key and their limits. Raises AuthenticationError or NotAllowedError."""
     config = gateway.config
     if config.authentication == "none":
         tenant = config.tenants.get(OPEN_TENANT, Tenant())
-        context.tenant, context.limits = OPEN_TENANT, tenant.limits
+        context.weight = tenant.weight
+        context.tenant, context.scopes = OPEN_TENANT, (Scope(f"tenant:{OPEN_TENANT}", tenant.limits),)
         return
     scheme, _, secret = context.headers.get("authorization", "").partition(" ")
     key = gateway.keys.find(secret.strip()) if scheme.lower() == "bearer" else None
@@ -31,5 +34,24 @@ async def authenticate(gateway: Gateway, context: RequestContext) -> None:
     found = config.tenants.get(key.tenant)
     if found is None:
         raise NotAllowedError(f"the key's tenant {key.tenant} is not in the gateway's configuration any more")
-    context.tenant, context.key = key.tenant, key.id
-    context.limits, context.key_limits = found.limits, found.key_limits
+    context.tenant, context.app, context.key = key.tenant, key.app, key.id
+    context.weight, context.scopes = found.weight, scopes_of(key, found)
+
+
+def scopes_of(key: Key, tenant: Tenant) -> tuple[Scope, ...]:
+    """Whose limits hold for a key's requests. Raises NotAllowedError if its app is not there any more."""
+    of_tenant = Scope(f"tenant:{key.tenant}", tenant.limits)
+    if not key.app:
+        return of_tenant, Scope(f"key:{key.id}", tenant.key_limits)
+    app = tenant.apps.get(key.app)
+    if app is None:
+        raise NotAllowedError(
+            f"the key's app {key.app} is not in the gateway's configuration of {key.tenant} any more"
+        )
+    key_limits = tenant.key_limits if app.key_limits is None else app.key_limits
+    return of_tenant, Scope(app_scope(key.tenant, key.app), app.limits), Scope(f"key:{key.id}", key_limits)
+
+
+def app_scope(tenant: str, app: str) -> str:
+    """The name under which an app's use is counted."""
+    return f"app:{tenant}|{app}"

@@ -65,11 +65,15 @@ def _keys(context: RequestContext) -> Iterator[bytes]:
 
 
 async def balance(gateway: Gateway, context: RequestContext, tried: Collection[Target]) -> Target | None:
-    """The target to ask next; None if all were tried or are at rest.
+    """The target to ask next; None if all were tried, are drained or at rest.
 
     Ejected ones are asked only where there are no others: trying beats refusing.
     """
-    left = [t for t in context.targets if t not in tried and not t.upstream.health.resting()]
+    left = [
+        target
+        for target in context.targets
+        if target not in tried and not target.upstream.drained and not target.upstream.health.resting()
+    ]
     if not left:
         return None
     fit = [target for target in left if target.upstream.health.share() > 0] or left

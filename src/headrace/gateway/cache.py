@@ -35,8 +35,7 @@ class AnswerCache:
 
     def __init__(self, folder: Path, settings: CacheSettings) -> None:
         """Raises ConfigError if the file cannot be used."""
-        self.settings = settings
-        self._limit = settings.max_mib * 2**20
+        self.configure(settings)
         self._flights: dict[bytes, asyncio.Future[bool]] = {}
         path = folder / "cache.sqlite"
         try:
@@ -52,6 +51,20 @@ class AnswerCache:
             path.chmod(0o600)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"the cache {path} cannot be used ({error}); it may be deleted") from None
+
+    def configure(self, settings: CacheSettings) -> None:
+        """Go by these settings from now on."""
+        self.settings = settings
+        self._limit = settings.max_mib * 2**20
+
+    def clear(self) -> int:
+        """Forget all answers; how many there were. Raises ConfigError if the file cannot be written."""
+        try:
+            count = self._db.execute("DELETE FROM answers").rowcount
+        except sqlite3.Error as error:
+            raise ConfigError(f"the cache cannot be cleared: {error}") from None
+        self._bytes = 0
+        return count
 
     def get(self, fingerprint: bytes) -> bytes | None:
         """The answer, unless it is too old, or cannot be read."""
@@ -169,7 +182,8 @@ def _may_keep(context: RequestContext, settings: CacheSettings) -> bool:
 
 def _fingerprint(gateway: Gateway, context: RequestContext) -> bytes:
     """Of all that can make a difference to the answer, and of whose it is."""
-    where = sorted((t.upstream.config.url, t.name) for t in gateway.targets[context.model])
+    where = sorted((t.upstream.config.url, t.name) for t in context.candidates)
     asked = {name: value for name, value in context.body.items() if name != "stream_options"}
-    parts = [context.tenant, context.route, context.model, where, context.stream, asked]
+    names = [context.model, context.release, context.version]
+    parts = [context.tenant, context.route, names, where, context.stream, asked]
     return hashlib.blake2b(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS), digest_size=32).digest()

@@ -8,23 +8,25 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headrace.errors import ConfigError
-from headrace.yaml_file import read_yaml
+from headrace.gateway.fields import Count, Name, Positive, Strict, Variable
+from headrace.gateway.releases.settings import Release, Version
+from headrace.yaml_file import FieldError, read_yaml
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 _OURS = re.compile(r"[\x21-\x7e]+")  # what may stand in a header
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+def secret(variable: str, what: str) -> str:
+    """What the environment holds. Raises ConfigError if that is nothing, or fits no header."""
+    value = os.environ.get(variable, "")
+    if not _OURS.fullmatch(value):
+        raise ConfigError(f"{variable} must be set to {what}")
+    return value
 
 
-class Price(_Strict):
+class Price(Strict):
     """US dollars for a million tokens. ``cached_input``: prompt tokens that the upstream had in its cache."""
 
     input: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -32,7 +34,7 @@ class Price(_Strict):
     cached_input: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
-class ServedModel(_Strict):
+class ServedModel(Strict):
     """A model of an upstream's. ``name``: what that calls it. ``context``: tokens of prompt and answer."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
@@ -40,7 +42,7 @@ class ServedModel(_Strict):
     price: Price = Price()
 
 
-class Timeouts(_Strict):
+class Timeouts(Strict):
     """``first_byte_s`` of a stream, ``answer_s`` of a whole answer, ``idle_s`` between two chunks."""
 
     connect_s: Positive = 3.0
@@ -49,7 +51,7 @@ class Timeouts(_Strict):
     idle_s: Positive = 60.0
 
 
-class UpstreamConfig(_Strict):
+class UpstreamConfig(Strict):
     """One OpenAI-compatible endpoint. ``url`` ends where OpenAI's would: in ``/v1``.
 
     ``credential_env``: the variable with what a server of ours shares with its gateway, so that it knows
@@ -82,16 +84,11 @@ class UpstreamConfig(_Strict):
         return self
 
     def secret(self, variable: str | None) -> str | None:
-        """What the environment holds. Raises ConfigError if that is nothing, or fits no header."""
-        if variable is None:
-            return None
-        value = os.environ.get(variable, "")
-        if not _OURS.fullmatch(value):
-            raise ConfigError(f"{variable} must be set to the secret of {self.url}")
-        return value
+        """What the environment holds for this endpoint. Raises ConfigError as :func:`secret` does."""
+        return None if variable is None else secret(variable, f"the secret of {self.url}")
 
 
-class Limits(_Strict):
+class Limits(Strict):
     """What a tenant or a key may use. What is not named is not limited."""
 
     requests_per_minute: Count | None = None
@@ -111,14 +108,29 @@ class Limits(_Strict):
         return self.budget_usd is not None or any(limit is not None for limit in counting)
 
 
-class Tenant(_Strict):
-    """``limits`` hold for all of its keys together, ``key_limits`` for each of them."""
+class App(Strict):
+    """Keys of a tenant that belong together. ``key_limits``, if given, take the place of the tenant's."""
+
+    limits: Limits = Limits()
+    key_limits: Limits | None = None
+
+
+class Tenant(Strict):
+    """``limits`` hold for all of its keys together, ``key_limits`` for each of them, ``model_limits`` for
+    what it uses of a model. ``weight``: its share of what is served where tenants wait for each other.
+    ``most_urgent``: the lowest priority that its requests may ask for. ``max_waiting``: most that wait.
+    """
 
     limits: Limits = Limits()
     key_limits: Limits = Limits()
+    model_limits: dict[Name, Limits] = Field(default_factory=dict)
+    apps: dict[Name, App] = Field(default_factory=dict)
+    weight: Annotated[float, Field(ge=0.001, le=1_000_000)] = 1.0
+    most_urgent: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    max_waiting: Annotated[int, Field(ge=0)] | None = None
 
 
-class Health(_Strict):
+class Health(Strict):
     """``eject_after`` failures in a row take an upstream out for ``eject_s``, twice as long every further
     time, up to ``eject_max_s``; then its share of the load grows back over ``recover_s``.
     """
@@ -130,14 +142,14 @@ class Health(_Strict):
     recover_s: Positive = 20.0
 
 
-class Retries(_Strict):
+class Retries(Strict):
     """``attempts``: most upstreams asked for a request. ``budget``: retries, as a share of requests."""
 
     attempts: Count = 3
     budget: Annotated[float, Field(ge=0, le=1)] = 0.2
 
 
-class Admission(_Strict):
+class Admission(Strict):
     """``max_running`` requests at a time; ``max_waiting`` more wait up to ``max_wait_s``."""
 
     max_running: Count = 1000
@@ -145,7 +157,15 @@ class Admission(_Strict):
     max_wait_s: Positive = 10.0
 
 
-class CacheSettings(_Strict):
+class Admin(Strict):
+    """The admin API's own address, and the variable with the key that it asks for."""
+
+    key_env: Variable
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8081
+
+
+class CacheSettings(Strict):
     """The exact cache. ``sampled``: keep answers of requests with a temperature above 0 as well."""
 
     enabled: bool = True
@@ -154,12 +174,15 @@ class CacheSettings(_Strict):
     sampled: bool = False
 
 
-class GatewayConfig(_Strict):
+class GatewayConfig(Strict):
     """The whole file. ``default_output_tokens`` is reserved for requests that name no maximum."""
 
     upstreams: Annotated[dict[Name, UpstreamConfig], Field(min_length=1)]
-    aliases: dict[Name, Name] = {}
-    tenants: dict[Name, Tenant] = {}
+    aliases: dict[Name, Name] = Field(default_factory=dict)
+    releases: dict[Name, Release] = Field(default_factory=dict)
+    tenants: dict[Name, Tenant] = Field(default_factory=dict)
+    model_limits: dict[Name, Limits] = Field(default_factory=dict)
+    admin: Admin | None = None
     authentication: Literal["keys", "none"] = "keys"
     state: Path = Path("gateway-state")
     host: str = "127.0.0.1"
@@ -177,16 +200,49 @@ class GatewayConfig(_Strict):
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
         known = self.models
+        for name, release in self.releases.items():
+            if name in known:
+                raise FieldError(f"{name} is the name of a model already", "releases", name)
+            for version, settings in release.versions.items():
+                self._served(settings, "releases", name, "versions", version)
+        known |= self.releases.keys()
         for alias, target in self.aliases.items():
             if alias in known:
-                raise ValueError(f"aliases: {alias} is the name of a model already")
+                raise FieldError(f"{alias} is the name of a model or release already", "aliases", alias)
             if target not in known:
-                raise ValueError(f"aliases: {alias} stands for {target}, which no upstream has")
+                raise FieldError(f"{alias} stands for {target}, which no upstream has", "aliases", alias)
+        self._check_model_limits(self.model_limits)
         for name, tenant in self.tenants.items():
-            for limits in (tenant.limits, tenant.key_limits):
-                for model in (limits.models or frozenset()) - known - self.aliases.keys():
-                    raise ValueError(f"tenants: {name} may use {model}, which no upstream has")
+            at = "tenants", name
+            self._check_model_limits(tenant.model_limits, *at)
+            self._check_models(name, tenant.limits, *at, "limits")
+            self._check_models(name, tenant.key_limits, *at, "key_limits")
+            for name_of_app, app in tenant.apps.items():
+                where = *at, "apps", name_of_app
+                self._check_models(name_of_app, app.limits, *where, "limits")
+                self._check_models(name_of_app, app.key_limits or Limits(), *where, "key_limits")
         return self
+
+    def _check_models(self, who: str, limits: Limits, *at: str) -> None:
+        known = self.models | self.aliases.keys() | self.releases.keys()
+        for model in sorted((limits.models or frozenset()) - known):
+            raise FieldError(f"{who} may use {model}, which no upstream has", *at, "models")
+
+    def _check_model_limits(self, models: dict[str, Limits], *at: str) -> None:
+        for model, limits in models.items():
+            if model not in self.models:
+                raise FieldError(f"{model} is no model of an upstream's", *at, "model_limits", model)
+            if limits.models is not None:
+                raise FieldError("a model has no models", *at, "model_limits", model, "models")
+
+    def _served(self, version: Version, *at: str) -> None:
+        for name in sorted(version.upstreams or ()):
+            if name not in self.upstreams:
+                raise FieldError(f"{at[-1]} is to be served by {name}, which is no upstream", *at)
+            if version.model not in self.upstreams[name].models:
+                raise FieldError(f"{at[-1]} is to be served by {name}, which has no {version.model}", *at)
+        if version.model not in self.models:
+            raise FieldError(f"{at[-1]} is the model {version.model}, which no upstream has", *at)
 
     @property
     def models(self) -> frozenset[str]:

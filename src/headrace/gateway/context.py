@@ -9,12 +9,11 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from headrace.gateway.config import Limits
 from headrace.gateway.ledger import CacheUse, Outcome
 from headrace.gateway.usage import Usage
 
 if TYPE_CHECKING:
-    from headrace.gateway.quotas import Reservation
+    from headrace.gateway.quotas import Reservation, Scope
     from headrace.gateway.upstream import Target
 
 Route = Literal["chat/completions", "completions", "embeddings"]
@@ -43,12 +42,20 @@ class RequestContext:
     # authenticate
     tenant: str = ""
     key: str = ""
-    limits: Limits = field(default_factory=Limits)
-    key_limits: Limits = field(default_factory=Limits)
+    app: str = ""
+    weight: float = 1.0  # of the tenant
+    scopes: tuple[Scope, ...] = ()  # whose limits hold: the tenant's, the app's, the key's
 
     # parse
     body: dict[str, Any] = field(default_factory=dict)
-    model: str = ""  # of an upstream's, aliases resolved
+    model: str = ""  # of an upstream's, aliases and releases resolved
+    model_scopes: tuple[Scope, ...] = ()  # whose limits hold beside those: the model's
+    candidates: tuple[Target, ...] = ()  # that have the model, and may serve the version
+    release: str = ""  # that was asked for, if it was one
+    version: str = ""  # of it
+    trial: str = ""  # that the request is part of
+    candidate: bool = False  # in it
+    priority: int = 0  # lower is more urgent; no lower than the tenant may ask for
     stream: bool = False
     wants_usage: bool = False  # the client asked for the usage of its stream
     choices: int = 1  # that are asked for
@@ -70,6 +77,7 @@ class RequestContext:
 
     # relay, or cache on a hit
     target: Target | None = None
+    first_token_at: float | None = None  # of a stream, by time.monotonic
     patience: asyncio.Timeout | None = None  # with the upstream, while it is waited for
     usage: Usage | None = None
     answer: bytes | Stream | None = None

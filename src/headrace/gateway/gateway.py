@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from headrace.errors import ConfigError
 from headrace.gateway.admit import Admissions
 from headrace.gateway.balance import Affinity
 from headrace.gateway.cache import AnswerCache
@@ -16,6 +19,7 @@ from headrace.gateway.keys import Keys
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.quotas import LEASE_S, Quotas
 from headrace.gateway.relay import RetryBudget
+from headrace.gateway.releases.controller import Releases
 from headrace.gateway.store import Store
 from headrace.gateway.upstream import Target, Upstream, targets_of
 from headrace.observe.logs import logger
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
     from headrace.gateway.context import RequestContext
 
+_LOOK_S = 0.5
 _KEEP_ALIVE_S = 4.0  # shorter than the 5 s after which uvicorn, and so vLLM, closes idle connections
 
 Phase = Literal["ok", "draining"]
@@ -34,14 +39,21 @@ Phase = Literal["ok", "draining"]
 class Gateway:
     """One gateway. ``async with`` opens its connections and starts what runs beside requests."""
 
-    def __init__(self, config: GatewayConfig, log: FilteringBoundLogger | None = None) -> None:
-        """Raises ConfigError for state that cannot be used and API keys missing in the environment."""
+    def __init__(
+        self, config: GatewayConfig, log: FilteringBoundLogger | None = None, path: Path | None = None
+    ) -> None:
+        """``path``: the file that ``config`` was read from, for it to be read again.
+
+        Raises ConfigError for state that cannot be used and API keys missing in the environment.
+        """
         self.config = config
+        self.path = path
         self.log: FilteringBoundLogger = log or logger()
         self.phase: Phase = "ok"
         self.upstreams = {
             name: Upstream(name, settings, config.health) for name, settings in config.upstreams.items()
         }
+        self._leaving: list[Upstream] = []  # removed from the configuration, with requests in hand
         self.targets: dict[str, tuple[Target, ...]] = targets_of(config, self.upstreams)
         self.store = Store(config.state)
         self.keys = Keys(self.store)
@@ -51,9 +63,11 @@ class Gateway:
         self.admissions = Admissions(config.admission)
         self.affinity = Affinity()
         self.retry_budget = RetryBudget(config.retries.budget)
-        self.metrics = Metrics(self.upstreams.values(), self.admissions)
+        self.metrics = Metrics(self._all_upstreams, self.admissions)
+        self.releases = Releases(self.store, config.releases, self.metrics, self.log)
         self._session: aiohttp.ClientSession | None = None
-        self._beside: list[asyncio.Task[None]] = []
+        self._beside: set[asyncio.Task[None]] = set()
+        self._probing: dict[Upstream, asyncio.Task[None]] = {}
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -62,28 +76,90 @@ class Gateway:
         return self._session
 
     async def __aenter__(self) -> Gateway:
+        self._session = self._new_session()
+        for work in (self._renew_leases(), self.releases.keep_deciding()):
+            self._beside.add(asyncio.create_task(work))
+        self._probe()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [*self._beside, *self._probing.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.session.close()
+        if self.cache is not None:
+            self.cache.close()
+        self.store.close()
+
+    def reload(self, config: GatewayConfig) -> None:
+        """Go by another configuration from the next request on. Those under way end as they began.
+
+        Raises ConfigError, and stays as it was, if something in it needs a restart, an API key is missing, or
+        it lacks a version that a release needs.
+        """
+        for name in ("state", "host", "port", "admin"):
+            if getattr(config, name) != getattr(self.config, name):
+                raise ConfigError(f"`{name}` cannot change while the gateway runs: restart it for that")
+        if config.cache.enabled != self.config.cache.enabled:
+            raise ConfigError("`cache.enabled` cannot change while the gateway runs: restart it for that")
+        fresh = {name: Upstream(name, at, config.health) for name, at in config.upstreams.items()}
+        self.releases.configure(config.releases)
+        # from here on nothing can fail
+        before, grows = self.upstreams, self._most_connections(fresh) > self._most_connections(self.upstreams)
+        self.upstreams = {name: _successor(before.get(name), new) for name, new in fresh.items()}
+        self._leaving += [old for old in before.values() if old not in self.upstreams.values()]
+        self.targets = targets_of(config, self.upstreams)
+        self.config = config
+        self.admissions.configure(config.admission)
+        self.retry_budget.share = config.retries.budget
+        if self.cache is not None:
+            self.cache.configure(config.cache)
+        if self._session is not None:
+            self._probe()
+            if grows:
+                closing = asyncio.create_task(self._close_when_unused(self._session))
+                self._beside.add(closing)
+                closing.add_done_callback(self._beside.discard)
+                self._session = self._new_session()
+
+    def _most_connections(self, upstreams: Mapping[str, Upstream]) -> int:
+        return max(upstream.config.max_connections for upstream in upstreams.values())
+
+    def _new_session(self) -> aiohttp.ClientSession:
         import aiohttp
 
-        most = max(upstream.config.max_connections for upstream in self.upstreams.values())
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=most, keepalive_timeout=_KEEP_ALIVE_S),
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                limit_per_host=self._most_connections(self.upstreams),
+                keepalive_timeout=_KEEP_ALIVE_S,
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
             trust_env=False,
             read_bufsize=2**18,
         )
-        self._beside = [asyncio.create_task(self._renew_leases())]
-        self._beside += [asyncio.create_task(keep_probing(self, up)) for up in self.upstreams.values()]
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._beside:
-            task.cancel()
-        await asyncio.gather(*self._beside, return_exceptions=True)
-        await self.session.close()
-        if self.cache is not None:
-            self.cache.close()
-        self.store.close()
+    async def _close_when_unused(self, session: aiohttp.ClientSession) -> None:
+        users = set(self.live)
+        try:
+            while users & self.live:
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            await session.close()
+
+    def _probe(self) -> None:
+        """Have one task for each upstream that asks whether it lives."""
+        for upstream in self._probing.keys() - set(self.upstreams.values()):
+            self._probing.pop(upstream).cancel()
+        for upstream in self.upstreams.values():
+            if upstream not in self._probing:
+                self._probing[upstream] = asyncio.create_task(keep_probing(self, upstream))
+
+    def _all_upstreams(self) -> list[Upstream]:
+        self._leaving = [upstream for upstream in self._leaving if upstream.in_flight]
+        return [*self.upstreams.values(), *self._leaving]
 
     def failed(self, target: Target, reason: str, *, passing: bool = False) -> None:
         """An attempt failed. ``passing``: through no defect of the upstream's: its health does not suffer."""
@@ -100,3 +176,11 @@ class Gateway:
             await asyncio.sleep(LEASE_S / 3)
             with contextlib.suppress(sqlite3.Error):  # the next time is in time still
                 self.quotas.renew()
+
+
+def _successor(old: Upstream | None, new: Upstream) -> Upstream:
+    """``old`` with the settings of ``new`` if it is the same endpoint: its health and work stay known."""
+    if old is None or (old.config.url, old.config.kind) != (new.config.url, new.config.kind):
+        return new
+    old.become(new)
+    return old

@@ -20,7 +20,7 @@ class HealthState:
     """What requests and probes have shown of one upstream. ``clock``: monotonic seconds."""
 
     def __init__(self, settings: Health, clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings = settings
+        self.settings = settings
         self._clock = clock
         self._failures = 0
         self._failed_probes = 0
@@ -33,7 +33,7 @@ class HealthState:
         since = self._clock() - self._ejected_until
         if since < 0:
             return 0.0
-        return min(max(since / self._settings.recover_s, _LEAST_SHARE), 1.0)
+        return min(max(since / self.settings.recover_s, _LEAST_SHARE), 1.0)
 
     def resting(self) -> bool:
         """Whether it asked to be left alone for now (429 and retry-after)."""
@@ -52,17 +52,17 @@ class HealthState:
     def failed(self) -> None:
         """A request failed on its account. While it recovers, one is enough to eject it again."""
         self._failures += 1
-        if self._failures >= self._settings.eject_after or 0.0 < self.share() < 1.0:
+        if self._failures >= self.settings.eject_after or 0.0 < self.share() < 1.0:
             self._eject()
 
     def probed(self, *, good: bool) -> None:
         """A probe was answered, or not. Good ones say nothing of requests, so they heal nothing."""
         self._failed_probes = 0 if good else self._failed_probes + 1
-        if self._failed_probes >= self._settings.eject_after:
+        if self._failed_probes >= self.settings.eject_after:
             self._eject()
 
     def _eject(self) -> None:
-        settings = self._settings
+        settings = self.settings
         length = min(settings.eject_s * 2 ** min(self._ejections, 16), settings.eject_max_s)
         self._ejected_until = self._clock() + length
         self._ejections += 1
@@ -73,8 +73,8 @@ async def keep_probing(gateway: Gateway, upstream: Upstream) -> None:
     """Ask an upstream for ever whether it lives."""
     import aiohttp
 
-    every = gateway.config.health.probe_every_s
     while True:
+        every = gateway.config.health.probe_every_s
         try:
             async with asyncio.timeout(max(every, 1.0)):
                 status = await upstream.probe(gateway.session)

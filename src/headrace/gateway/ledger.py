@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from dataclasses import astuple, dataclass, fields
 from typing import Literal
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidRequestError, NotFoundError
 from headrace.gateway.quotas import NANO
 from headrace.gateway.store import Store
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
 CacheUse = Literal["hit", "miss", "off"]
-By = Literal["tenant", "key", "model", "upstream", "day"]
+By = Literal["tenant", "app", "key", "model", "upstream", "version", "day"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,16 @@ class Entry:
     estimated: bool
     nano_usd: int
     duration_ms: int
+    app: str = ""
+    release: str = ""
+    version: str = ""
 
 
+_GROUPS = {
+    "app": "CASE app WHEN '' THEN tenant ELSE tenant || '/' || app END",
+    "day": "date(ended_at, 'unixepoch')",
+    "version": "CASE release WHEN '' THEN '' ELSE release || '/' || version END",
+}
 _INSERT = (
     f"INSERT INTO ledger ({', '.join(field.name for field in fields(Entry))}) "
     f"VALUES ({', '.join('?' * len(fields(Entry)))})"
@@ -45,6 +54,40 @@ _INSERT = (
 def append(db: sqlite3.Connection, entry: Entry) -> None:
     """Write one row, in the caller's transaction."""
     db.execute(_INSERT, astuple(entry))
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Which version of a release answered a request, if one did, and when that ended."""
+
+    release: str
+    version: str
+    ended_at: float
+
+
+def score(store: Store, tenant: str, request: str, score: float) -> Answered:
+    """Keep what an answer was worth, 0 to 1. ``request``: its id; of those with the same id, the last.
+
+    Raises NotFoundError if no such request of the tenant's has ended, InvalidRequestError if it was scored.
+    """
+    with store.transaction() as db:
+        row = db.execute(
+            "SELECT id, release, version, ended_at FROM ledger WHERE request = ? AND tenant = ? "
+            "ORDER BY id DESC LIMIT 1",
+            (request, tenant),
+        ).fetchone()
+        if row is None:
+            raise NotFoundError(
+                "no request with this id has ended here; send the x-request-id of one of your answers",
+                param="request_id",
+            )
+        try:
+            db.execute("INSERT INTO feedback VALUES (?, ?, ?)", (row[0], time.time(), score))
+        except sqlite3.IntegrityError:
+            error = InvalidRequestError("this request has its score already", param="request_id")
+            error.status, error.code = 409, "already_scored"
+            raise error from None
+    return Answered(*row[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +106,7 @@ class Sum:
 
 def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None) -> list[Sum]:
     """Sums over the ledger from ``since`` (seconds since 1970) on, the dearest group first."""
-    column = "date(ended_at, 'unixepoch')" if by == "day" else by
+    column = _GROUPS.get(by, by)
     where = "ended_at >= ?"
     values: list[float | str] = [since]
     if tenant is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,7 +19,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 class Metrics:
     """The collectors of one gateway."""
 
-    def __init__(self, upstreams: Iterable[Upstream], admissions: Admissions) -> None:
+    def __init__(self, upstreams: Callable[[], Iterable[Upstream]], admissions: Admissions) -> None:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -32,6 +32,15 @@ class Metrics:
         self.refusals = counter("refusals", "Requests answered with an error.", "status")
         self.failures = counter("upstream_failures", "Attempts that failed.", "upstream", "reason")
         self.retries = counter("retries", "Attempts after the first one.")
+        self.release_requests = counter(
+            "release_requests", "Requests of a release that ended.", "release", "version", "outcome"
+        )
+        self.release_weight = Gauge(
+            "headrace_gateway_release_weight",
+            "Percent of a release's requests that a version gets.",
+            ("release", "version"),
+            registry=self.registry,
+        )
         self.seconds = Histogram(
             "headrace_gateway_request_seconds",
             "Arrival to the end of a request.",
@@ -46,7 +55,7 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.registry.register(_Now(list(upstreams), admissions))
+        self.registry.register(_Now(upstreams, admissions))
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -56,7 +65,7 @@ class Metrics:
 class _Now(Collector):
     """Reads what is under way when asked; holds no counts of its own."""
 
-    def __init__(self, upstreams: list[Upstream], admissions: Admissions) -> None:
+    def __init__(self, upstreams: Callable[[], Iterable[Upstream]], admissions: Admissions) -> None:
         self._upstreams = upstreams
         self._admissions = admissions
 
@@ -69,7 +78,7 @@ class _Now(Collector):
         requests = _gauge("upstream_requests", "Requests that an upstream works on.")
         tokens = _gauge("upstream_tokens", "Their tokens, estimated.")
         share = _gauge("upstream_share", "Share of its weight that an upstream gets; 0 = ejected.")
-        for upstream in self._upstreams:
+        for upstream in self._upstreams():
             requests.add_metric([upstream.name], upstream.in_flight)
             tokens.add_metric([upstream.name], upstream.outstanding_tokens)
             share.add_metric([upstream.name], upstream.health.share())

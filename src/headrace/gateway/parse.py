@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from headrace.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, NotAllowedError
+from headrace.gateway.quotas import Scope
 from headrace.gateway.usage import prompt_estimate
 
 if TYPE_CHECKING:
-    from headrace.gateway.config import Limits
+    from headrace.gateway.config import GatewayConfig
     from headrace.gateway.context import RequestContext
     from headrace.gateway.gateway import Gateway
 
+PRIORITY = "x-headrace-priority"
 _INPUTS = {"chat/completions": "messages", "completions": "prompt", "embeddings": "input"}
 _MOST_CHOICES = 128
 _MOST_TOKENS = 2**31
@@ -33,7 +36,8 @@ async def parse(gateway: Gateway, context: RequestContext) -> None:
     asked = body.get("model")
     if not isinstance(asked, str) or not asked:
         raise InvalidRequestError("`model`: name the model, as a string", param="model")
-    context.model = _model(gateway, context, asked)
+    _model(gateway, context, asked)
+    context.priority = _priority(gateway, context)
     name = _INPUTS[context.route]
     if not isinstance(body.get(name), list if name == "messages" else (str, list)) or not body[name]:
         kinds = "a list of messages" if name == "messages" else "a string or a list"
@@ -54,24 +58,70 @@ async def parse(gateway: Gateway, context: RequestContext) -> None:
     _read_output(gateway, context)
 
 
-def _model(gateway: Gateway, context: RequestContext, asked: str) -> str:
-    model = gateway.config.aliases.get(asked, asked)
-    if model not in gateway.targets:
+def _model(gateway: Gateway, context: RequestContext, asked: str) -> None:
+    name = gateway.config.aliases.get(asked, asked)
+    if name not in gateway.targets and name not in gateway.releases:
         raise ModelNotFoundError(
             f"the model `{asked[:200]}` does not exist here; `GET /v1/models` lists those that do",
             param="model",
         )
-    if not may_use(context, asked, model):
+    if not may_use(context, asked, name):
         raise NotAllowedError(f"this key may not use the model `{asked}`", param="model")
-    return model
+    serve_as(gateway, context, name)
+
+
+def serve_as(gateway: Gateway, context: RequestContext, name: str) -> None:
+    """Fill in the model that ``name`` stands for, a model of an upstream's or a release, and who has it."""
+    model, upstreams = name, None
+    if name in gateway.releases:
+        version = gateway.releases.choose(context, name)
+        model, upstreams = version.model, version.upstreams
+    context.model = model
+    context.model_scopes = _model_scopes(gateway.config, context.tenant, model)
+    context.candidates = tuple(
+        target for target in gateway.targets[model] if upstreams is None or target.upstream.name in upstreams
+    )
+
+
+def _model_scopes(config: GatewayConfig, tenant: str, model: str) -> tuple[Scope, ...]:
+    found = []
+    if limits := config.model_limits.get(model):
+        found.append(Scope(f"model:{model}", limits))
+    of_tenant = config.tenants.get(tenant)
+    if of_tenant is not None and (limits := of_tenant.model_limits.get(model)):
+        found.append(Scope(share_scope(tenant, model), limits))
+    return tuple(found)
+
+
+def share_scope(tenant: str, model: str) -> str:
+    """The name under which a tenant's use of a model is counted."""
+    return f"share:{tenant}|{model}"
 
 
 def may_use(context: RequestContext, asked: str, model: str) -> bool:
-    """Whether tenant and key may use a model, under the name ``asked`` or its own."""
-    for limits in (context.limits, context.key_limits):
-        if limits.models is not None and asked not in limits.models and model not in limits.models:
+    """Whether tenant and key may use a model or release, under the name ``asked`` or its own."""
+    for scope in context.scopes:
+        models = scope.limits.models
+        if models is not None and asked not in models and model not in models:
             return False
     return True
+
+
+def _priority(gateway: Gateway, context: RequestContext) -> int:
+    """What the header or the field asks for, within what the tenant may. The field is set to what holds."""
+    asked = context.body.get("priority")
+    given = context.headers.get(PRIORITY)
+    if given is not None:
+        if not re.fullmatch(r"-?[0-9]{1,9}", given):
+            raise InvalidRequestError(f"`{PRIORITY}`: a whole number; lower is more urgent", param=PRIORITY)
+        asked = int(given)
+    if asked is not None and (type(asked) is not int or abs(asked) >= _MOST_TOKENS):
+        raise InvalidRequestError("`priority`: a whole number; lower is more urgent", param="priority")
+    tenant = gateway.config.tenants.get(context.tenant)
+    priority: int = max(asked or 0, tenant.most_urgent if tenant is not None else 0)
+    if "priority" in context.body:
+        context.body["priority"] = priority
+    return priority
 
 
 def _read_output(gateway: Gateway, context: RequestContext) -> None:
@@ -107,8 +157,8 @@ def _check_limits(context: RequestContext, output: int, asked: int) -> None:
 
 
 def _least(context: RequestContext, name: str) -> int | None:
-    both: list[Limits] = [context.limits, context.key_limits]
-    given = [value for limits in both if (value := getattr(limits, name)) is not None]
+    scopes = (*context.scopes, *context.model_scopes)
+    given = [value for scope in scopes if (value := getattr(scope.limits, name)) is not None]
     return min(given, default=None)
 
 

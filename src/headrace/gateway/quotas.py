@@ -20,12 +20,15 @@ from headrace.gateway.store import Store
 LEASE_S = 30.0
 NANO = 10**9
 _MINUTE = 60
+_WHO = {"share": "tenant's use of the model"}
 _REQUESTS, _TOKENS, _DAY, _COST_DAY, _COST_MONTH = "requests", "tokens", "day", "cost-day", "cost-month"
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whom limits hold for: ``tenant:acme`` or ``key:key_0123``."""
+    """Whom limits hold for: ``tenant:acme``, ``app:acme|web``, ``key:key_0123``, ``model:m``, or
+    ``share:acme|m``, which is what a tenant uses of a model.
+    """
 
     name: str
     limits: Limits
@@ -38,6 +41,18 @@ class Remaining:
     limit: int
     remaining: int
     reset_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What is used and reserved of a scope now, in the last 60 seconds, and in UTC's day and month."""
+
+    running: int
+    requests_in_minute: int
+    tokens_in_minute: int
+    tokens_today: int
+    usd_today: float
+    usd_this_month: float
 
 
 @dataclass(slots=True)
@@ -110,6 +125,25 @@ class Quotas:
             record(db)
         reservation.settled = True
 
+    def use(self, scope: str) -> Use:
+        """What a scope uses now; zeros where no limit counts."""
+        now, db = self._clock(), self._store.db
+        [running] = db.execute("SELECT COUNT(*) FROM reservations WHERE scope = ?", (scope,)).fetchone()
+        query = "SELECT COALESCE(SUM(amount), 0) FROM spent WHERE scope = ? AND measure = ? AND start > ?"
+        since = int(now) - _MINUTE
+        requests, tokens = (
+            db.execute(query, (scope, measure, since)).fetchone()[0] for measure in (_REQUESTS, _TOKENS)
+        )
+        day, month = _day(now)[0], _month(now)[0]
+        return Use(
+            running=running,
+            requests_in_minute=requests,
+            tokens_in_minute=tokens,
+            tokens_today=_spent(db, scope, _DAY, day),
+            usd_today=_spent(db, scope, _COST_DAY, day) / NANO,
+            usd_this_month=_spent(db, scope, _COST_MONTH, month) / NANO,
+        )
+
     def renew(self) -> None:
         """Hold this gateway's leases for longer; to be called well within ``lease_s``."""
         with self._store.transaction() as db:
@@ -131,7 +165,7 @@ class Quotas:
 
     def _check(self, db: sqlite3.Connection, scope: Scope, made: Reservation, now: float) -> None:
         limits, name = scope.limits, scope.name
-        who = name.partition(":")[0]
+        who = _WHO.get(kind := name.partition(":")[0], kind)
         if limits.concurrency is not None:
             query = "SELECT COUNT(*) FROM reservations WHERE scope = ?"
             [running] = db.execute(query, (name,)).fetchone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from headrace.errors import LimitError, UpstreamError
+from headrace.errors import LimitError, OverloadedError, UpstreamError
 from headrace.gateway.attempt import AttemptError, attempt
 from headrace.gateway.balance import balance
 
@@ -21,12 +21,12 @@ class RetryBudget:
     """Retries may be a share of requests, and a few more: an outage must not double the load."""
 
     def __init__(self, share: float) -> None:
-        self._share = share
+        self.share = share
         self._left = _RESERVE
 
     def earn(self) -> None:
         """A request came."""
-        self._left = min(self._left + self._share, max(_RESERVE, 100 * self._share))
+        self._left = min(self._left + self.share, max(_RESERVE, 100 * self.share))
 
     def spend(self) -> bool:
         """Whether one more retry is in the budget; if so, it is spent."""
@@ -82,6 +82,8 @@ def _nobody(context: RequestContext, failure: AttemptError | None) -> Exception:
     """Why there is no answer: of the last upstream that was asked, or that all of them are at rest."""
     if failure is not None and not failure.rested:
         return UpstreamError(f"no upstream of {context.model} gave an answer; the last one: {failure}")
+    if failure is None and all(target.upstream.drained for target in context.targets):
+        return OverloadedError(f"all upstreams of {context.model} are drained; try again later")
     now = time.monotonic()
     wait = min(target.upstream.health.resting_until for target in context.targets) - now
     return LimitError(

@@ -1,10 +1,9 @@
-"""Stage 3: what the request may need is taken from the quotas of its tenant and its key."""
+"""Stage 3: what the request may need is taken from the quotas of its tenant, app, key and model."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.gateway.quotas import Scope
 from headrace.gateway.usage import Usage, cost
 from headrace.web.ids import unique_id
 
@@ -15,9 +14,7 @@ if TYPE_CHECKING:
 
 async def reserve(gateway: Gateway, context: RequestContext) -> None:
     """Fill in the reservation. Raises LimitError, BudgetError, or InvalidRequestError for what never fits."""
-    scopes = [Scope(f"tenant:{context.tenant}", context.limits)]
-    if context.key:
-        scopes.append(Scope(f"key:{context.key}", context.key_limits))
+    scopes = (*context.scopes, *context.model_scopes)
     most = Usage(context.prompt_tokens, context.output_tokens)
-    dearest = max(cost(target.served.price, most) for target in gateway.targets[context.model])
+    dearest = max(cost(target.served.price, most) for target in context.candidates)
     context.reservation = gateway.quotas.reserve(unique_id("hold"), scopes, most.total, dearest)

@@ -14,7 +14,7 @@ async def route(gateway: Gateway, context: RequestContext) -> None:
 
     The prompt's tokens are an estimate, rather too many, so that a context too short by it may do.
     """
-    targets = gateway.targets[context.model]
+    targets = context.candidates
     needed = context.prompt_tokens + context.output_tokens
     roomy = [target for target in targets if (target.served.context or needed) >= needed]
     if not roomy:

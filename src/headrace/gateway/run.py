@@ -1,16 +1,19 @@
-"""Running a gateway: its socket, its signals, and draining."""
+"""Running a gateway: its sockets, its signals, and draining."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from headrace.errors import ConfigError
 from headrace.gateway.app import GatewayApp
 from headrace.gateway.gateway import Gateway
+from headrace.gateway.reload import reload
 from headrace.web.connection import Bounds, raise_file_limit
 from headrace.web.run import Server, uvicorn_config
 
@@ -19,27 +22,47 @@ if TYPE_CHECKING:
 
 _LAST_WORDS_S = 2.0  # for streams that are cut off to send their error event and close
 _LOOK_S = 0.05
+_ADMIN_CONNECTIONS = 64
 
 
 def run(
-    gateway: Gateway, sock: socket.socket, *, on_ready: Callable[[], None], drain_timeout_s: float
+    gateway: Gateway,
+    sock: socket.socket,
+    *,
+    admin: socket.socket | None = None,
+    on_ready: Callable[[], None],
+    drain_timeout_s: float,
 ) -> None:
-    """Serve on ``sock`` until SIGTERM or SIGINT. The first signal drains, a second one exits at once."""
+    """Serve on ``sock``, and the admin API on ``admin``, until SIGTERM or SIGINT.
+
+    The first signal drains, a second one exits at once. SIGHUP reads the configuration again. Raises
+    ConfigError if the admin API's key is not in the environment.
+    """
     # half of the files for clients, half for upstreams
     bounds = Bounds(timeout_s=gateway.config.read_timeout_s, max_connections=raise_file_limit() // 2)
     config = uvicorn_config(GatewayApp(gateway), bounds, gateway.log, last_words_s=_LAST_WORDS_S)
+    servers = [(Server(config), sock)]
+    if admin is not None:
+        servers.append((Server(_admin_config(gateway)), admin))
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(_live(gateway, config, sock, on_ready, drain_timeout_s))
+        runner.run(_live(gateway, servers, on_ready, drain_timeout_s))
+
+
+def _admin_config(gateway: Gateway) -> uvicorn.Config:
+    from headrace.gateway.admin.app import AdminApp
+
+    bounds = Bounds(timeout_s=gateway.config.read_timeout_s, max_connections=_ADMIN_CONNECTIONS)
+    return uvicorn_config(AdminApp(gateway), bounds, gateway.log, last_words_s=_LAST_WORDS_S)
 
 
 async def _live(
     gateway: Gateway,
-    config: uvicorn.Config,
-    sock: socket.socket,
+    servers: list[tuple[Server, socket.socket]],
     on_ready: Callable[[], None],
     drain_timeout_s: float,
 ) -> None:
     stop = asyncio.Event()
+    reloads: set[asyncio.Task[None]] = set()
 
     def on_signal(number: int) -> None:
         if stop.is_set():
@@ -47,18 +70,29 @@ async def _live(
         gateway.phase = "draining"
         stop.set()
 
+    async def reload_quietly() -> None:
+        with contextlib.suppress(ConfigError):  # which is logged
+            await reload(gateway)
+
+    def on_hangup() -> None:
+        task = asyncio.create_task(reload_quietly())
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    server = Server(config)
+        loop.add_signal_handler(number, on_signal, number)
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
     async with gateway:
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        serving = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in servers]
         on_ready()
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stopping, *serving), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         await _drain(gateway, drain_timeout_s)
-        server.should_exit = True
-        await serving
+        for server, _ in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
 
 
 async def _drain(gateway: Gateway, timeout_s: float) -> None:

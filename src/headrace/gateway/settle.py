@@ -25,6 +25,7 @@ async def settle(gateway: Gateway, context: RequestContext) -> None:
     except sqlite3.Error as error:
         gateway.log.error("settlement failed", request_id=context.id, error=str(error))
     finally:
+        gateway.releases.note(context)
         if context.admitted:
             gateway.admissions.leave()
         if gateway.cache is not None and context.fingerprint is not None:
@@ -53,10 +54,15 @@ def _record(gateway: Gateway, context: RequestContext) -> None:
         estimated=usage.estimated,
         nano_usd=context.nano_usd,
         duration_ms=round((time.monotonic() - context.began) * 1000),
+        app=context.app,
+        release=context.release,
+        version=context.version,
     )
     gateway.quotas.settle(context.reservation, charged.total, context.nano_usd, lambda db: append(db, entry))
     metrics, names = gateway.metrics, (context.tenant, context.model)
     metrics.requests.labels(*names, context.outcome).inc()
+    if context.release:
+        metrics.release_requests.labels(context.release, context.version, context.outcome).inc()
     metrics.seconds.labels(context.model).observe(entry.duration_ms / 1000)
     metrics.cache.labels(context.cache).inc()
     metrics.tokens.labels(*names, "prompt").inc(charged.prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import orjson
@@ -16,6 +17,14 @@ _MAX_RECORD_BYTES = 2**20
 
 class _BrokenError(Exception):
     """What came is no event stream of OpenAI's kind; the message says why."""
+
+
+def _has_content(choice: dict[str, Any]) -> bool:
+    """Whether a choice of a chunk brings any of the answer, and not only its role."""
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
+        return any(value for name, value in delta.items() if name != "role")
+    return bool(choice.get("text"))
 
 
 class EventFilter:
@@ -34,6 +43,7 @@ class EventFilter:
         self._record: list[bytes] | None = [] if records else None
         self._record_bytes = 0
         self.usage: Usage | None = None
+        self.first_token_at: float | None = None  # by time.monotonic
         self.chunks = 0  # events with content: about as many tokens
         self.done = False  # [DONE] has come
         self.error: str | None = None  # what the upstream said, or what is broken
@@ -123,6 +133,8 @@ class EventFilter:
     def _follow(self, choice: Any) -> None:
         if not isinstance(choice, dict) or type(index := choice.get("index", 0)) is not int:
             raise _BrokenError("a choice is not as OpenAI's are")
+        if self.first_token_at is None and _has_content(choice):
+            self.first_token_at = time.monotonic()
         if choice.get("finish_reason") is not None:
             self._open.discard(index)
             self._ended.add(index)

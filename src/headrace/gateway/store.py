@@ -18,6 +18,7 @@ import filelock
 from headrace.errors import ConfigError
 
 SYNC_S = 0.1
+_sync = getattr(os, "fdatasync", os.fsync)  # of the data alone where that can be had: commits wait less
 _OPEN_S = 30.0  # the longest wait for others that open the same file
 _WAL_BYTES = 4 * 2**20  # a longer log is copied into the file
 _MIGRATIONS = (
@@ -52,6 +53,23 @@ _MIGRATIONS = (
             BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END""",
         """CREATE TRIGGER ledger_is_kept BEFORE DELETE ON ledger
             BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END""",
+    ),
+    (
+        "ALTER TABLE keys ADD COLUMN app TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE ledger ADD COLUMN app TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE ledger ADD COLUMN release TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE ledger ADD COLUMN version TEXT NOT NULL DEFAULT ''",
+        "CREATE INDEX ledger_request ON ledger (request)",
+        "CREATE TABLE releases (name TEXT PRIMARY KEY, state BLOB NOT NULL) WITHOUT ROWID",
+        """CREATE TABLE release_events (
+            id INTEGER PRIMARY KEY, at REAL NOT NULL, release TEXT NOT NULL, what TEXT NOT NULL,
+            version TEXT NOT NULL, detail TEXT NOT NULL
+        )""",
+        "CREATE INDEX release_events_release ON release_events (release, id)",
+        # What clients thought of answers: one score for a row of the ledger.
+        """CREATE TABLE feedback (
+            entry INTEGER PRIMARY KEY REFERENCES ledger (id), at REAL NOT NULL, score REAL NOT NULL
+        )""",
     ),
 )
 """The statements that lead from each version of the file to the next; its version is how many were done."""
@@ -89,6 +107,32 @@ class Store:
         self.db.execute("COMMIT")
         self._dirty.set()
 
+    def back_up(self, to: Path) -> int:
+        """Copy the file to ``to`` as of one moment, while others go on; how many bytes that are.
+
+        The copy has its name only once it is whole, checked and on the disk. Raises ConfigError if ``to``
+        exists or cannot be written.
+        """
+        if to.exists():
+            raise ConfigError(f"{to} exists; name a file that does not")
+        partial = to.with_name(f"{to.name}.part-{os.getpid()}")
+        try:
+            partial.touch(mode=0o600, exist_ok=False)
+            with contextlib.closing(sqlite3.connect(partial)) as copy:
+                self.db.backup(copy)
+                copy.execute("PRAGMA journal_mode=DELETE")  # one file, complete in itself
+                [found] = copy.execute("PRAGMA integrity_check").fetchone()
+                if found != "ok":
+                    raise ConfigError(f"the copy of {self.path} is damaged: {found}")
+            with partial.open("rb+") as written:
+                os.fsync(written.fileno())
+            os.link(partial, to)  # unlike a renaming, this overwrites nothing
+            return to.stat().st_size
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"the state cannot be copied to {to}: {error}") from None
+        finally:
+            partial.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Sync what is committed and let go of the file."""
         self._closing.set()
@@ -105,7 +149,7 @@ class Store:
             self._dirty.clear()
             with contextlib.suppress(OSError, sqlite3.Error):  # a full disk shows in the next commit
                 with log.open("rb+") as opened:
-                    os.fsync(opened.fileno())
+                    _sync(opened.fileno())
                     size = os.fstat(opened.fileno()).st_size
                 if size > _WAL_BYTES:
                     own.execute("PRAGMA wal_checkpoint(PASSIVE)")

@@ -29,11 +29,17 @@ class Upstream:
         self.in_flight = 0
         self.outstanding_tokens = 0
         self.chosen = 0
+        self.drained = False  # by an operator: it gets nothing new
         key = config.secret(config.api_key_env)
         self._credential = config.secret(config.credential_env)
         self.headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if key is not None:
             self.headers["authorization"] = f"Bearer {key}"
+
+    def become(self, other: Upstream) -> None:
+        """Take the settings of another one at the same address; what is in hand, and its health, stay."""
+        self.config, self.headers, self._credential = other.config, other.headers, other._credential
+        self.health.settings = other.health.settings
 
     def headers_for(self, context: RequestContext) -> dict[str, str]:
         """The headers of a request. A server of ours also learns whose it is: tenants share no prefix cache,
@@ -43,6 +49,8 @@ class Upstream:
         if self._credential is not None:
             headers["x-headrace-gateway"] = self._credential
             headers["x-headrace-tenant"] = headers["x-headrace-cache-salt"] = context.tenant
+            headers["x-headrace-tenant-weight"] = f"{context.weight:g}"
+            headers["x-headrace-priority"] = str(context.priority)
             left_s = max(context.deadline - time.monotonic(), 0.001)
             headers["x-headrace-timeout-s"] = f"{left_s:.3f}"
         return headers

@@ -7,7 +7,7 @@ import math
 import msgspec
 from starlette.responses import Response
 
-from headrace.errors import HeadraceError, LimitError
+from headrace.errors import HeadraceError, LimitError, OverloadedError
 
 _encode = msgspec.json.Encoder().encode
 
@@ -35,8 +35,8 @@ def error_body(error: HeadraceError) -> bytes:
 def error_response(error: HeadraceError) -> Response:
     """``error`` as an answer, with ``retry-after`` in seconds where trying again makes sense."""
     headers = {}
-    if isinstance(error, LimitError):
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, (LimitError, OverloadedError)):
+        headers["retry-after"] = str(max(math.ceil(error.retry_after_s), 1))
     elif error.status in (429, 503):
         headers["retry-after"] = "1"
     if error.code == "deadline_exceeded":

@@ -7,6 +7,12 @@ import socket
 from headrace.errors import ConfigError
 
 
+def address_of(host: str, port: int) -> str:
+    """The URL at which this machine reaches a server that listens on ``host``."""
+    shown = "127.0.0.1" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}"
+
+
 def listen(host: str, port: int, write_timeout_s: float) -> socket.socket:
     """A listening socket, so that whoever connects from now on waits instead of being refused.
 

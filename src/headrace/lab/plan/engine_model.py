@@ -26,6 +26,8 @@ _DOT_MACS = 64  # of one dot product of bytes: sixteen lanes of four
 _PAIR_MACS = 32  # of one of bf16 pairs
 _GROUP = 32  # inputs of one quantised tile
 _ROW_BLOCK = 96  # rows for which a matrix streams past once (native/program.cpp)
+_FEW_UNITS = 8  # of attention for each thread: with more, contexts are not split (native/program.cpp)
+_PARTITION = 512  # positions of a piece of a context that is split
 _QUERY_VECTORS = 16  # rows x heads of one attention unit (native/kernels.h)
 
 
@@ -120,9 +122,12 @@ class EngineModel:
         work = blocks * (head_dim * pair_s + self.factors.softmax_slots.value * self._dot_s())
         read = self._read_s(kept * kv_layer_bytes(kv_heads, head_dim, "auto") / BLOCK_SIZE)
         read /= self.factors.kv_bandwidth.value
-        # units are claimed whole: three of them take two threads as long as four
-        busy = ceil(units / self.limits.threads) / units
-        return max(read, work * busy)
+        # units are claimed whole: three of them take two threads as long as four; few are cut into partitions
+        pieces = units
+        if units <= _FEW_UNITS * self.limits.threads:
+            pieces *= ceil(kept / len(sequences) / _PARTITION)
+        busiest = ceil(pieces / self.limits.threads) / pieces  # its share of all
+        return max(read * self.limits.threads, work) * busiest
 
     def _rows_s(self, row: dict[str, np.void], rows: int) -> float:
         op, width = int(row["op"]), int(row["i0"])

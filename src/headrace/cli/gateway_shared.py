@@ -1,0 +1,62 @@
+"""What the gateway's commands share: their file, its store, and tables."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from headrace.gateway.config import GatewayConfig
+    from headrace.gateway.store import Store
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The gateway's YAML file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def read(path: Path) -> GatewayConfig:
+    """The gateway's settings. Raises ConfigError, also where the extra is not installed."""
+    import importlib.util
+
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("gateway needs aiohttp: pip install 'headrace[gateway]'")
+    from headrace.gateway.config import read_config
+
+    return read_config(path)
+
+
+@contextlib.contextmanager
+def opened(settings: GatewayConfig) -> Iterator[Store]:
+    """The store of a gateway, which may be running."""
+    from headrace.gateway.store import Store
+
+    with contextlib.closing(Store(settings.state)) as store:
+        yield store
+
+
+def date(seconds: float | None) -> str:
+    """A time in UTC, to the minute."""
+    if seconds is None:
+        return "-"
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    """Print a table: one line a row, however long, where it is not a terminal that shows it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table(*names, box=None, pad_edge=False)
+    for row in rows:
+        made.add_row(*row)
+    # what is cut or wrapped cannot be pasted: only a terminal gets its own width
+    console = Console() if sys.stdout.isatty() else Console(width=1000)
+    console.print(made, soft_wrap=not sys.stdout.isatty(), markup=False)
