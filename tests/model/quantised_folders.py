@@ -14,6 +14,8 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from headrace.model.weights.safetensors_file import SafetensorsFile
+
 Array = NDArray[Any]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -252,6 +254,15 @@ CASES: dict[str, Case] = {
         _of(awq_parts, symmetric=False, group_size=None),
     ),
 }
+
+
+def load(path: Path) -> dict[str, Array]:
+    """All tensors of a file; the safetensors library knows no float8 in numpy."""
+    file = SafetensorsFile(path)
+    return {
+        name: file.read(name).view(ml_dtypes.float8_e4m3fn) if entry.dtype == "F8_E4M3" else file.read(name)
+        for name, entry in file.entries.items()
+    }
 
 
 def write_folder(source: Path, folder: Path, case: Case) -> dict[str, Array]:

@@ -35,6 +35,7 @@ from tests.model.quantised_folders import (
     ct_config,
     gptq_parts,
     int8_parts,
+    load,
     packed_parts,
     rounded,
     write_folder,
@@ -171,7 +172,7 @@ def broken(plain: Path, tmp_path: Path) -> Callable[..., Path]:
     ) -> Path:
         folder = tmp_path / "model"
         write_folder(plain, folder, CASES[name])
-        held = safetensors.numpy.load_file(folder / "model.safetensors")
+        held = load(folder / "model.safetensors")
         tensors(held)
         arrays = {key: np.ascontiguousarray(array) for key, array in held.items()}
         safetensors.numpy.save_file(arrays, folder / "model.safetensors")
