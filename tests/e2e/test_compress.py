@@ -45,7 +45,7 @@ def test_quantize_eval_serve_and_bench(tmp_path: Path) -> None:
         assert answer.status_code == 200
         done = run(
             "bench", f"{server.url}/v1", "--concurrency", "2", "--duration", "1", "--warmup", "0.2",
-            "--prompt-tokens", "16", "--output-tokens", "4",
+            "--prompt-tokens", "16", "--output-tokens", "4", "--output", tmp_path / "bench.json",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     finally:
