@@ -134,9 +134,15 @@ def test_schedules_have_in_them_what_they_are_to_guard() -> None:
     assert all(totals.values()), totals
     assert hits > 1000
     assert by_model > 100
-    crowd = [CROWDED.check(CROWDED.schedule(seed)).stats() for seed in range(20)]
-    for name in ("preemptions_swapped", "preemptions_recomputed", "tier_hits", "tier_failures"):
-        assert sum(getattr(stats, name) for stats in crowd) > 0, name
+    names = ("preemptions_swapped", "preemptions_recomputed", "tier_hits", "tier_failures")
+    crowded = dict.fromkeys(names, 0)
+    for seed in range(100):  # what is swapped goes by measured times: how soon all of it happens, too
+        stats = CROWDED.check(CROWDED.schedule(seed)).stats()
+        for name in crowded:
+            crowded[name] += getattr(stats, name)
+        if all(crowded.values()):
+            break
+    assert all(crowded.values()), crowded
 
 
 class Forgetful(RepetitiveRunner):

@@ -274,6 +274,7 @@ RIGHT, WRONG = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
         ("POST", "/upstreams/{name}/drain", RIGHT),
         ("POST", "/upstreams/{name}/resume", RIGHT),
         ("POST", "/reload", RIGHT),
+        ("GET", "/cache", RIGHT),
         ("POST", "/cache/clear", RIGHT),
     ],
 )

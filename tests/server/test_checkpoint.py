@@ -166,7 +166,9 @@ async def test_from_every_event_on_the_rest_follows(
     assert whole["done"] == 1 and all(len(end) == 2 for key, end in whole.items() if key[1:] == ("end",))
     await until(lambda: first.journal is not None and first.journal.stats().num_requests == 0)
     if lost:
-        records = list(read_records(tmp_path / "second"))[: -min(lost, 9)]
+        records = list(read_records(tmp_path / "second"))
+        admitted = max(at for at, record in enumerate(records) if b"admitted" in record)
+        records = records[: max(admitted + 1, len(records) - lost)]  # on a busy machine they are few
         size = len(MAGIC) + sum(8 + len(record) for record in records)
         data = (tmp_path / "second" / JOURNAL).read_bytes()
         (tmp_path / "second" / JOURNAL).write_bytes(data[:size])
