@@ -60,6 +60,7 @@ HR_INLINE Bytes tile_codes(const uint8_t* w, int j) {
 template <int Bits, bool F32, int Offsets, int Group, int MR, int NT>
 HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
   constexpr bool kMin = Offsets == WeightFormat::kMinimum, kZeros = Offsets == WeightFormat::kZeroPoints;
+  constexpr bool kSame = Offsets == WeightFormat::kNone;  // one zero point for all
   constexpr int kCodes = Bits == 4 ? 256 : 512;
   constexpr int kParts = Group == 16 ? 2 : 1;  // scale rows per tile
   constexpr int kScaleRow = Group == 0 ? 0 : 16 * (F32 ? 4 : 2);
@@ -73,6 +74,7 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
   const size_t fine_at = QuantRow::fine_offset(a.k);
   const size_t wide_at = QuantRow::wide_offset(a.k);
   const int32_t zero_point = a.format.zero_point;
+  const Vec all_below = set1(-static_cast<float>(zero_point));
   const size_t tile_row = a.format.row_bytes(a.k);
   const uint8_t* w = a.weights + static_cast<size_t>(tile) * tile_row;
   const uint8_t* x = a.input + static_cast<size_t>(row) * a.input_stride;
@@ -128,8 +130,10 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
                                    : step * static_cast<float>(sum);
         }
         HR_UNROLL for (int t = 0; t < NT; ++t) {
-          if constexpr (!kMin && !kZeros) dot[r][t] = add(dot[r][t], iset1(-zero_point * sum));
+          // Of 4-bit codes these integers are exact as floats, and cheaper; of bytes they may be too large.
+          if constexpr (kSame && Bits == 8) dot[r][t] = add(dot[r][t], iset1(-zero_point * sum));
           Vec value = to_float(dot[r][t]);
+          if constexpr (kSame && Bits == 4) value = fma(all_below, set1(static_cast<float>(sum)), value);
           if constexpr (kZeros) value = fma(below[t], set1(static_cast<float>(sum)), value);
           if constexpr (Group != 0) value = mul(value, scale[t]);
           acc[r][t] = fma(value, set1(step), acc[r][t]);
