@@ -13,8 +13,8 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 def test_memory_stays_flat_and_within_its_budget(smollm2_path: Path) -> None:
     """The benchmark with its own checks: statuses, ends of streams, resident size, sequences, blocks. Then
-    weights + KV budget + 130 MiB; the budget is small, so that its pages are touched. Pages of 2 MiB make it vary
-    by ten.
+    weights + KV budget + 130 MiB; the budget is small, so that its pages are touched. Pages of 2 MiB make
+    it vary by ten.
     """
     with serving("--kv-cache-memory", "8MiB") as server:
         ran = subprocess.run(
