@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import gc
 import os
 import signal
 import socket
@@ -110,6 +112,7 @@ class _Life:
         if not self._stop.is_set():
             self._on_ready(frontend)
             await asyncio.to_thread(_warm_up, frontend)
+            _give_back_memory()
 
     def _checkpoint(self) -> None:
         """Have the disk hold what requests have had, where they are kept."""
@@ -136,3 +139,10 @@ class _Life:
                 await asyncio.to_thread(self._state.loaded.client.close)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._state.idle(), _LAST_WORDS_S)
+
+
+def _give_back_memory() -> None:
+    """What loading has freed: glibc keeps it otherwise, and a server is small for as long as it lives."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
