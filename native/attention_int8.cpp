@@ -63,7 +63,7 @@ HR_INLINE void soften(float* scores, const uint8_t* const* values, int blocks, i
   Vec sum = zero();
   IVec top_bits = izero();  // as integers, magnitudes are in order, NaN above all
   for (int b = 0; b < blocks; ++b) {
-    const Vec p = weight_of(sub(load(scores + 16 * b), shift));
+    const Vec p = exp(sub(load(scores + 16 * b), shift));
     sum = add(sum, p);
     // The scale of a slot that is not seen may be anything, and 0 * NaN is NaN.
     const Vec scaled =

@@ -44,12 +44,11 @@ def compare(got: Float32, reference: Float32) -> tuple[torch.Tensor, torch.Tenso
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_smollm2_against_float32(smollm2_path: Path, two_threads: None, kv: KVCacheDtype) -> None:
-    """Same top-1 at 97 % of positions or more (96 % with KV in int8), mean KL at most 0.01."""
+    """Same top-1 at 97 % of positions or more, mean KL at most 0.01, over 200 prompts; over 20 in int8."""
     checkpoint = open_checkpoint(smollm2_path)
     tokenizer = load_tokenizer(smollm2_path)
     # The best path answers for all prompts; the others differ from it by float32 rounding only.
-    best = chosen_isa() == _native.supported_isas()[0]
-    step = (1 if kv == "auto" else 2) if best else 10
+    step = 1 if chosen_isa() == _native.supported_isas()[0] and kv == "auto" else 10
     prompts = [tokenizer.encode(prompt)[:LONGEST] for prompt in PROMPTS[::step]]
     assert len(prompts) == 200 // step
     rows = PROMPTS_PER_STEP * LONGEST
@@ -81,5 +80,5 @@ def test_smollm2_against_float32(smollm2_path: Path, two_threads: None, kv: KVCa
         f"KL mean {kl.mean():.5f}, median {np.median(kl):.5f}, p99 {np.quantile(kl, 0.99):.4f}, "
         f"max {kl.max():.3f}"
     )
-    assert agreement.mean() >= (0.97 if kv == "auto" else 0.96)
+    assert agreement.mean() >= 0.97
     assert kl.mean() <= 0.01

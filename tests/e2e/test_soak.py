@@ -13,8 +13,7 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 def test_memory_stays_flat_and_within_its_budget(smollm2_path: Path) -> None:
     """The benchmark with its own checks: statuses, ends of streams, resident size, sequences, blocks. Then
-    weights + KV budget + 130 MiB; the budget is small, so that its pages are touched. Pages of 2 MiB make
-    it vary by ten.
+    weights + KV budget + 120 MiB; the budget is small, so that its pages are touched.
     """
     with serving("--kv-cache-memory", "8MiB") as server:
         ran = subprocess.run(
@@ -25,5 +24,5 @@ def test_memory_stays_flat_and_within_its_budget(smollm2_path: Path) -> None:
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert "grown by" in ran.stdout
-        budget = smollm2_path.stat().st_size + 8 * 2**20 + 130 * 2**20
+        budget = smollm2_path.stat().st_size + 8 * 2**20 + 120 * 2**20
         assert server.metric("headrace_device_memory_bytes") < budget
