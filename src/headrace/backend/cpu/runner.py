@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 from typing import Any
 
@@ -50,6 +51,12 @@ def _zeros(size: int) -> NDArray[np.uint8]:
     return raw[start : start + size]
 
 
+def _small_pages(size: int) -> NDArray[np.uint8]:
+    """The same for what is rarely used whole: numpy asks for pages of 2 MiB, whole at one touch."""
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.uint8)
+
+
 class CpuRunner:
     """Implements headrace.backend.runner.Runner on native kernels. One step at a time."""
 
@@ -66,7 +73,7 @@ class CpuRunner:
         recording = record(nodes, arch, weights.tensors, settings, _native.quant_row_bytes)
         block_bytes = [kv_block_bytes(group, kv_dtype) for group in arch.kv_groups]
 
-        self._scratch = _zeros(recording.scratch_bytes)
+        self._scratch = _small_pages(recording.scratch_bytes)
         for offset, values in recording.constants:
             self._scratch[offset : offset + values.nbytes] = values.view(np.uint8)
         output_end = recording.output_offset + settings.max_logit_rows * recording.output_stride
