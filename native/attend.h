@@ -19,13 +19,17 @@ namespace {
 constexpr int kTile = 128;
 constexpr int kPartition = kAttentionPartition;
 constexpr int kTileBlocks = kTile / 16;
-constexpr int kVectors = 4;  // query vectors computed together
 
 struct Tile {  // one KV head's keys and values of some blocks in a row
   const uint8_t* keys[kTileBlocks];
   const uint8_t* values[kTileBlocks];
   int blocks;
-  bool near;  // in a cache, as far as one can tell
+  bool near;       // in a cache, as far as one can tell
+  KvAhead* ahead;  // or null
+
+  void ask_ahead(int count) const {
+    if (ahead) ahead->ask(count);
+  }
 };
 
 struct State {  // of each query vector: running maximum, denominator, weighted sum of V
@@ -162,7 +166,8 @@ HR_INLINE void attend(const AttentionArgs& a) {
       Tile kv;
       const int remaining = (highest - tile) / 16 + 1;
       kv.blocks = remaining < kTileBlocks ? remaining : kTileBlocks;
-      kv.near = vectors > kVectors;
+      kv.ahead = vectors > kVectors ? nullptr : a.ahead;
+      kv.near = vectors > kVectors || kv.ahead;
       for (int b = 0; b < kv.blocks; ++b) {
         const int32_t block = a.block_table[tile / 16 + b];
         kv.keys[b] = a.kv.keys(a.kv_head, block);

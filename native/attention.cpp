@@ -94,8 +94,14 @@ struct Bf16 {
     alignas(64) Factor weights[NQ][kTile];
     // Four blocks at once keep the multipliers busy; one after the other they are read from memory sooner.
     int b = 0;
-    for (; kv.near && b + 4 <= blocks; b += 4) score_blocks<NQ, 4>(q, keys, head_dim, scores, b);
-    for (; b < blocks; ++b) score_blocks<NQ, 1>(q, keys, head_dim, scores, b);
+    for (; kv.near && b + 4 <= blocks; b += 4) {
+      kv.ask_ahead(4);
+      score_blocks<NQ, 4>(q, keys, head_dim, scores, b);
+    }
+    for (; b < blocks; ++b) {
+      kv.ask_ahead(1);
+      score_blocks<NQ, 1>(q, keys, head_dim, scores, b);
+    }
     for (; b < kTileBlocks; ++b)
       for (int i = 0; i < NQ; ++i) store(scores[i] + 16 * b, zero());
     // Each vector adds the values that it sees and no others, in order: what all of them see together, the

@@ -152,8 +152,14 @@ struct Int8 {
     alignas(64) float scores[NQ][kTile];
     Weights weights[NQ];
     int b = 0;
-    for (; kv.near && b + NB <= blocks; b += NB) score_blocks<NQ, NB>(q, kv.keys, head_dim, scores, b);
-    for (; b < blocks; ++b) score_blocks<NQ, 1>(q, kv.keys, head_dim, scores, b);
+    for (; kv.near && b + NB <= blocks; b += NB) {
+      kv.ask_ahead(NB);
+      score_blocks<NQ, NB>(q, kv.keys, head_dim, scores, b);
+    }
+    for (; b < blocks; ++b) {
+      kv.ask_ahead(1);
+      score_blocks<NQ, 1>(q, kv.keys, head_dim, scores, b);
+    }
     for (; b < kTileBlocks; ++b)
       for (int i = 0; i < NQ; ++i) store(scores[i] + 16 * b, zero());
     int from = kTile, to = 0;

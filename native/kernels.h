@@ -141,6 +141,47 @@ struct RopeArgs {  // q/k norm, rotation, scaling of q, and the KV write, for on
   const int32_t* slots;
 };
 
+struct AttentionUnit {  // rows of one sequence that one attention call handles
+  int32_t sequence, row_begin, row_end;
+};
+
+// The blocks that a thread's next units will read, in that order. A sequence's blocks lie where there was room,
+// so processors do not see what comes next; asked for some blocks ahead, they are there when they are needed.
+// Only units of few query vectors wait for memory.
+struct KvAhead {
+  KvLayer<const uint8_t> kv;
+  const AttentionUnit* units;
+  const int32_t* positions;
+  const int32_t* block_tables;  // [sequences, table_width]
+  int32_t table_width, window, most_rows;
+  int unit, end;          // units times heads, heads first
+  int block = 0, last = -1;  // of the unit's context
+
+  // To the next unit at or behind `from` that waits for memory.
+  void go(int from) {
+    for (unit = from; unit < end; ++unit) {
+      const AttentionUnit& u = units[unit / kv.kv_heads];
+      if (u.row_end - u.row_begin > most_rows) continue;
+      const int first = positions[u.row_begin];
+      block = (window > 0 && first >= window ? first - window + 1 : 0) / 16;
+      last = positions[u.row_end - 1] / 16;
+      return;
+    }
+  }
+  void ask(int blocks) {
+    for (; blocks > 0 && unit < end; --blocks) {
+      const int64_t id =
+          block_tables[static_cast<size_t>(units[unit / kv.kv_heads].sequence) * table_width + block];
+      const int head = unit % kv.kv_heads;
+      const uint8_t *keys = kv.keys(head, id), *values = kv.values(head, id);
+      for (size_t i = 0; i < kv_key_bytes(kv.format, kv.head_dim); i += 64) __builtin_prefetch(keys + i, 0, 2);
+      for (size_t i = 0; i < kv_value_bytes(kv.format, kv.head_dim); i += 64)
+        __builtin_prefetch(values + i, 0, 2);
+      if (++block > last) go(unit + 1);
+    }
+  }
+};
+
 struct AttentionArgs {
   const float* q;
   size_t q_stride;  // floats
@@ -159,6 +200,7 @@ struct AttentionArgs {
   // the context at once, with the same bits.
   float* state;
   int32_t partition;
+  KvAhead* ahead;  // or null
 };
 
 struct PoolArgs {  // one sequence's rows to one vector
@@ -173,6 +215,7 @@ struct PoolArgs {  // one sequence's rows to one vector
 
 // Query vectors that one attention unit keeps in flight: rows x heads per kv head, at most.
 constexpr int kMaxQueryVectors = 64;
+constexpr int kVectors = 4;  // query vectors computed together
 inline int attention_rows_per_unit(int group) { return group >= 16 ? 1 : 16 / group; }
 constexpr int kAttentionPartition = 512;  // positions that are summed by themselves, and merged in order
 // Of a partition's state. head_dim: rounded up to a multiple of 16, as below.

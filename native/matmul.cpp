@@ -52,13 +52,12 @@ HR_INLINE Bytes tile_codes(const uint8_t* w, int j) {
   return j < 4 ? low_nibbles(both) : high_nibbles(both);
 }
 
-// Quantised weights: MR rows against NT tile rows of 16 outputs. Rows are interleaved inside a group, so that
-// each code register is made once and the dot products' latencies overlap; tile rows share each load of
-// inputs.
+// Quantised weights: MR rows against 16 outputs. Rows are interleaved inside a group, so that each code
+// register is made once and the dot products' latencies overlap.
 //
-// first: nobody has read these weights yet, so they come from memory, and are asked for some tiles ahead.
-template <int Bits, bool F32, int Offsets, int Group, int MR, int NT>
-HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
+// ahead: so many bytes further on weights are asked for, which nobody has read yet; 0 = none.
+template <int Bits, bool F32, int Offsets, int Group, int MR>
+HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, size_t ahead) {
   constexpr bool kMin = Offsets == WeightFormat::kMinimum, kZeros = Offsets == WeightFormat::kZeroPoints;
   constexpr bool kSame = Offsets == WeightFormat::kNone;  // one zero point for all
   constexpr int kCodes = Bits == 4 ? 256 : 512;
@@ -79,8 +78,8 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
   const uint8_t* w = a.weights + static_cast<size_t>(tile) * tile_row;
   const uint8_t* x = a.input + static_cast<size_t>(row) * a.input_stride;
   const size_t stride = a.input_stride;
-  Vec acc[MR][NT];
-  HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = zero();
+  Vec acc[MR];
+  HR_UNROLL for (int r = 0; r < MR; ++r) acc[r] = zero();
   uint64_t any_wide = 0;
   for (int g = 0; g < groups; ++g, w += kTile, any_wide >>= 1) {
     if (g % 64 == 0) {
@@ -88,38 +87,32 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
       HR_UNROLL for (int r = 0; r < MR; ++r) any_wide |=
           reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
     }
-    if (first) {
-      HR_UNROLL for (int t = 0; t < NT; ++t) for (size_t line = 0; line < kTile; line += 64)
-          prefetch(w + t * tile_row + kAhead * kTile + line);
+    if (ahead) {
+      for (size_t line = 0; line < kTile; line += 64) prefetch(w + ahead + line);
     }
     const int8_t* q = reinterpret_cast<const int8_t*>(x) + g * 32;
     for (int part = 0; part < kParts; ++part) {
       const int from = part * kRegisters, to = from + kRegisters;
-      IVec dot[MR][NT];
-      HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t) dot[r][t] = izero();
+      IVec dot[MR];
+      HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] = izero();
       HR_UNROLL for (int j = from; j < to; ++j) {
-        Bytes codes[NT];
-        HR_UNROLL for (int t = 0; t < NT; ++t) codes[t] = tile_codes<Bits>(w + t * tile_row, j);
-        HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t) dot[r][t] =
-            dot_codes<Bits>(dot[r][t], codes[t], q + r * stride + 4 * j);
+        const Bytes codes = tile_codes<Bits>(w, j);
+        HR_UNROLL for (int r = 0; r < MR; ++r) dot[r] =
+            dot_codes<Bits>(dot[r], codes, q + r * stride + 4 * j);
       }
       if (any_wide & 1) {  // 254 q + fine in the rows whose group is wide
         HR_UNROLL for (int r = 0; r < MR; ++r) {
           const uint64_t word = reinterpret_cast<const uint64_t*>(x + r * stride + wide_at)[g / 64];
           if (!(word >> (g % 64) & 1)) continue;
-          HR_UNROLL for (int t = 0; t < NT; ++t) dot[r][t] = mul(dot[r][t], iset1(QuantRow::kWide));
-          HR_UNROLL for (int j = from; j < to; ++j) HR_UNROLL for (int t = 0; t < NT; ++t) dot[r][t] =
-              dot_codes<Bits>(dot[r][t], tile_codes<Bits>(w + t * tile_row, j),
-                              q + r * stride + fine_at + 4 * j);
+          dot[r] = mul(dot[r], iset1(QuantRow::kWide));
+          HR_UNROLL for (int j = from; j < to; ++j) dot[r] =
+              dot_codes<Bits>(dot[r], tile_codes<Bits>(w, j), q + r * stride + fine_at + 4 * j);
         }
       }
-      Vec scale[NT], minimum[NT], below[NT];  // below: less the zero points
-      HR_UNROLL for (int t = 0; t < NT; ++t) {
-        const uint8_t* scales = w + t * tile_row + kCodes;
-        scale[t] = Group == 0 ? zero() : load_scales(scales, part, F32);
-        minimum[t] = kMin ? load_scales(scales + kScaleRow * kParts, part, F32) : zero();
-        below[t] = kZeros ? sub(zero(), load_u8(scales + kScaleRow * kParts + 16 * part)) : zero();
-      }
+      const uint8_t *scales = w + kCodes, *beside = scales + kScaleRow * kParts;
+      const Vec scale = Group == 0 ? zero() : load_scales(scales, part, F32);
+      const Vec minimum = kMin ? load_scales(beside, part, F32) : zero();
+      const Vec below = kZeros ? sub(zero(), load_u8(beside + 16 * part)) : zero();  // less the zero points
       HR_UNROLL for (int r = 0; r < MR; ++r) {
         const float step = reinterpret_cast<const float*>(x + r * stride + scale_at)[g];
         const int32_t* sums = reinterpret_cast<const int32_t*>(x + r * stride + sum_at) + g * 2;
@@ -129,66 +122,57 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, bool first) {
           scaled_sum = kParts == 1 ? reinterpret_cast<const float*>(x + r * stride + scaled_sum_at)[g]
                                    : step * static_cast<float>(sum);
         }
-        HR_UNROLL for (int t = 0; t < NT; ++t) {
-          // Of 4-bit codes these integers are exact as floats, and cheaper; of bytes they may be too large.
-          if constexpr (kSame && Bits == 8) dot[r][t] = add(dot[r][t], iset1(-zero_point * sum));
-          Vec value = to_float(dot[r][t]);
-          if constexpr (kSame && Bits == 4) value = fma(all_below, set1(static_cast<float>(sum)), value);
-          if constexpr (kZeros) value = fma(below[t], set1(static_cast<float>(sum)), value);
-          if constexpr (Group != 0) value = mul(value, scale[t]);
-          acc[r][t] = fma(value, set1(step), acc[r][t]);
-          if constexpr (kMin) acc[r][t] = fma(minimum[t], set1(scaled_sum), acc[r][t]);
-        }
+        // Of 4-bit codes these integers are exact as floats, and cheaper; of bytes they may be too large.
+        if constexpr (kSame && Bits == 8) dot[r] = add(dot[r], iset1(-zero_point * sum));
+        Vec value = to_float(dot[r]);
+        if constexpr (kSame && Bits == 4) value = fma(all_below, set1(static_cast<float>(sum)), value);
+        if constexpr (kZeros) value = fma(below, set1(static_cast<float>(sum)), value);
+        if constexpr (Group != 0) value = mul(value, scale);
+        acc[r] = fma(value, set1(step), acc[r]);
+        if constexpr (kMin) acc[r] = fma(minimum, set1(scaled_sum), acc[r]);
       }
     }
   }
   if constexpr (Group == 0) {
-    HR_UNROLL for (int t = 0; t < NT; ++t) {
-      const Vec scale = load(reinterpret_cast<const float*>(w + t * tile_row));
-      HR_UNROLL for (int r = 0; r < MR; ++r) acc[r][t] = mul(acc[r][t], scale);
-    }
+    const Vec scale = load(reinterpret_cast<const float*>(w));
+    HR_UNROLL for (int r = 0; r < MR; ++r) acc[r] = mul(acc[r], scale);
   }
-  HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t)
-      finish(a, acc[r][t], row + r, tile + t);
+  HR_UNROLL for (int r = 0; r < MR; ++r) finish(a, acc[r], row + r, tile);
 }
 
-// Rows and tile rows that are computed together: a dot product and an accumulator for each pair of them, 24
-// of 32 registers. Bytes are used as they are loaded, so there two tile rows may share the loads of inputs.
+// Rows that are computed together: a dot product and an accumulator for each, 24 of 32 registers. Bytes need no
+// unpacking: there eight rows are as fast as twelve, and leave fewer behind.
 #if defined(HR_PATH_AVX512)
 template <int Bits>
-constexpr int kManyRows = Bits == 4 ? 12 : 6;
-template <int Bits>
-constexpr int kTiles = Bits == 4 ? 1 : 2;
+constexpr int kManyRows = Bits == 4 ? 12 : 8;
 #else
 template <int Bits>
 constexpr int kManyRows = 4;
-template <int Bits>
-constexpr int kTiles = 1;
 #endif
 constexpr int kRun = 4;  // tile rows that pass while some rows stay in the first cache
 
-// Weights come from memory once, whatever the number of rows: a run of tile rows stays near for all of them.
+// Weights come from memory once, whatever the number of rows: a run of tile rows stays near for all of them. The
+// first of them to read it asks for it a little ahead; the last of many asks for the next run.
 template <int Bits, bool F32, int Offsets, int Group>
 void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
-  constexpr int kMany = kManyRows<Bits>, kTogether = kTiles<Bits>;
+  constexpr int kMany = kManyRows<Bits>;
+  const size_t soon = kAhead * a.format.tile_bytes(), next_run = kRun * a.format.row_bytes(a.k);
   for (int run = tile_begin; run < tile_end; run += kRun) {
     const int run_end = run + kRun < tile_end ? run + kRun : tile_end;
     int row = row_begin;
     for (; row + kMany <= row_end; row += kMany) {
-      int tile = run;
-      for (; tile + kTogether <= run_end; tile += kTogether)
-        quant_rows<Bits, F32, Offsets, Group, kMany, kTogether>(a, tile, row, row == row_begin);
-      if constexpr (kTogether > 1)
-        for (; tile < run_end; ++tile)
-          quant_rows<Bits, F32, Offsets, Group, kMany, 1>(a, tile, row, row == row_begin);
+      const bool last = row + 2 * kMany > row_end && run_end < tile_end;
+      const size_t ahead = row == row_begin ? soon : last ? next_run : 0;
+      for (int tile = run; tile < run_end; ++tile)
+        quant_rows<Bits, F32, Offsets, Group, kMany>(a, tile, row, ahead);
     }
     if constexpr (kMany > 4)
       for (; row + 4 <= row_end; row += 4)
         for (int tile = run; tile < run_end; ++tile)
-          quant_rows<Bits, F32, Offsets, Group, 4, 1>(a, tile, row, row == row_begin);
+          quant_rows<Bits, F32, Offsets, Group, 4>(a, tile, row, row == row_begin ? soon : 0);
     for (; row < row_end; ++row)
       for (int tile = run; tile < run_end; ++tile)
-        quant_rows<Bits, F32, Offsets, Group, 1, 1>(a, tile, row, row == row_begin);
+        quant_rows<Bits, F32, Offsets, Group, 1>(a, tile, row, row == row_begin ? soon : 0);
   }
 }
 

@@ -14,6 +14,7 @@ constexpr int kFewRows = 16;   // so few that a matrix takes longer to read than
 constexpr size_t kWarmBytes = 8192;
 constexpr size_t kAheadBytes = size_t{1} << 18;  // of a second-level cache
 constexpr int kFewUnits = 8;  // of attention, for each thread: with more, all threads are busy to the end
+constexpr int kBlocksAhead = 4;
 constexpr size_t kStateFloats = size_t{1} << 20;  // for the states of partitions
 
 struct Range {
@@ -24,6 +25,24 @@ struct Range {
 Range share(int count, int thread, int threads) {
   const int64_t all = count;
   return {static_cast<int>(all * thread / threads), static_cast<int>(all * (thread + 1) / threads)};
+}
+
+// Whether an instruction takes every token's row by itself.
+bool by_row(const Instruction& in) {
+  switch (in.op) {
+    case kEmbed:
+    case kAngles:
+    case kNorm:
+    case kQuantise:
+    case kReorder:
+    case kMatmul:
+    case kRope:
+    case kGlu:
+    case kSoftcap:
+      return !in.logit_rows;
+    default:
+      return false;
+  }
 }
 
 }  // namespace
@@ -56,8 +75,12 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
   }
   profile_.assign(instructions_.size(), 0.0);
   next_matmul_.assign(instructions_.size(), instructions_.size());
-  for (size_t i = instructions_.size(); i-- > 1;)
-    next_matmul_[i - 1] = instructions_[i].op == kMatmul ? i : next_matmul_[i];
+  row_run_.assign(instructions_.size(), 0);
+  for (size_t i = instructions_.size(); i-- > 0;) {
+    const bool more = i + 1 < instructions_.size();
+    if (more) next_matmul_[i] = instructions_[i + 1].op == kMatmul ? i + 1 : next_matmul_[i + 1];
+    if (by_row(instructions_[i])) row_run_[i] = more ? row_run_[i + 1] + 1 : 1;
+  }
 }
 
 void Program::bind(std::vector<uint8_t*> bases, std::vector<int64_t> sizes) {
@@ -92,16 +115,53 @@ void Program::run(const BatchView& batch, const ResultView& result) {
 void Program::execute(int thread, const BatchView& batch, const ResultView& result) {
   using Clock = std::chrono::steady_clock;
   const bool timed = profiling_ && thread == 0;
+  const bool many = batch.tokens >= pool_.threads() * kRowBlock;
   Ahead ahead{0, nullptr, nullptr};
+  Clock::time_point start = timed ? Clock::now() : Clock::time_point();
+  const auto time = [&](size_t i) {
+    if (!timed) return;
+    const Clock::time_point now = Clock::now();
+    profile_[i] += std::chrono::duration<double>(now - start).count();
+    start = now;
+  };
   for (size_t i = 0; i < instructions_.size(); ++i) {
-    const Clock::time_point start = timed ? Clock::now() : Clock::time_point();
-    step(instructions_[i], i, thread, batch, result);
+    if (many && row_run_[i]) {
+      run_rows(i, thread, batch, time);
+      i += row_run_[i] - 1;
+    } else {
+      step(instructions_[i], i, thread, batch, result);
+    }
     if (instructions_[i].barrier) {
       if (next_matmul_[i] != ahead.matmul) ahead = weights_ahead(next_matmul_[i], thread, batch);
       if (next_matmul_[i] == i + 1) ahead.ask(kWarmBytes);
       barrier_.wait([&ahead] { return ahead.ask(4 * 64); });
     }
-    if (timed) profile_[i] += std::chrono::duration<double>(Clock::now() - start).count();
+    time(i);
+  }
+}
+
+// Instructions that take every row by itself, one block of rows after the other through all of them: what one
+// leaves is still in the second cache when the next reads it, and threads need not meet in between. Every thread
+// has rows of its own; whoever is done first helps the others.
+template <class Time>
+void Program::run_rows(size_t first, int thread, const BatchView& b, Time time) {
+  const int threads = pool_.threads();
+  for (int i = 0; i < threads; ++i) {
+    const int owner = (thread + i) % threads;
+    const Range mine = share(b.tokens, owner, threads);
+    std::atomic<int32_t>& next = claims_[first * static_cast<size_t>(threads) + static_cast<size_t>(owner)].next;
+    for (int row; (row = mine.begin + kRowBlock * next.fetch_add(1, std::memory_order_relaxed)) < mine.end;) {
+      const int end = std::min(row + kRowBlock, mine.end);
+      for (size_t j = first; j < first + row_run_[first]; ++j) {
+        const Instruction& in = instructions_[j];
+        if (in.op == kMatmul) {
+          kernels_.matmul(matmul_args(in), 0, (in.i0 + 15) / 16, row, end);
+        } else {
+          rows_of(in, row, end, b);
+        }
+        time(j);
+      }
+    }
   }
 }
 
@@ -115,9 +175,25 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
                    const ResultView& result) {
   const int rows = in.logit_rows ? b.logit_rows : b.tokens;
   const int threads = pool_.threads();
-  const auto [begin, end] = share(rows, thread, threads);
-  const auto floats = [&](const Operand& o) { return reinterpret_cast<float*>(at(o)); };
   Claim* claims = &claims_[index * static_cast<size_t>(threads)];
+  switch (in.op) {
+    case kMatmul:
+      return matmul(in, claims, thread, rows);
+    case kAttention:
+      return attention(in, claims, thread, b);
+    case kSample:
+      return sample(in, *claims, thread, b, result);
+    case kPool:
+      return pool(in, *claims, b);
+    default:
+      const auto [begin, end] = share(rows, thread, threads);
+      return rows_of(in, begin, end, b);
+  }
+}
+
+// All but matmuls of those that take every row by itself: rows [begin, end).
+void Program::rows_of(const Instruction& in, int begin, int end, const BatchView& b) {
+  const auto floats = [&](const Operand& o) { return reinterpret_cast<float*>(at(o)); };
   switch (in.op) {
     case kEmbed:
       return kernels_.embed(in.format, at(in.weight), in.i0, in.i1, in.i2 ? b.positions : b.token_ids, in.f0,
@@ -164,8 +240,6 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
       }
       return;
     }
-    case kMatmul:
-      return matmul(in, claims, thread, rows);
     case kRope: {
       RopeArgs a{};
       a.qkv = floats(in.out);
@@ -186,8 +260,6 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
       a.slots = b.slot_mapping[in.kv_group];
       return kernels_.rope(a, begin, end);
     }
-    case kAttention:
-      return attention(in, *claims, thread, b);
     case kGlu:
       return kernels_.glu(floats(in.in), in.in_stride / 4, in.i1, in.i2, floats(in.out), in.out_stride / 4,
                           at(in.out2), in.i0, begin, end);
@@ -196,10 +268,6 @@ void Program::step(const Instruction& in, size_t index, int thread, const BatchV
         kernels_.softcap(floats(in.out) + static_cast<size_t>(row) * (in.out_stride / 4),
                          static_cast<size_t>(in.i0), in.f0);
       return;
-    case kSample:
-      return sample(in, *claims, thread, b, result);
-    case kPool:
-      return pool(in, *claims, b);
     default:
       return;
   }
@@ -232,10 +300,7 @@ bool Program::Ahead::ask(size_t bytes) {
   return true;
 }
 
-// With few rows every thread has a run of tiles of its own, so that it reads one stretch of memory; with many
-// it has the rows that it also normalises and quantises, so that they stay in its cache. Whoever is done
-// first helps the others.
-void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows) {
+MatmulArgs Program::matmul_args(const Instruction& in) const {
   MatmulArgs a{};
   a.format = in.format;
   a.weights = at(in.weight);
@@ -247,20 +312,25 @@ void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows)
   a.n = in.i0;
   a.k = in.i1;
   a.add = in.i2;
+  return a;
+}
+
+// Every thread has a run of tiles of its own, so that it reads one stretch of memory. Whoever is done first helps
+// the others.
+void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows) {
+  const MatmulArgs a = matmul_args(in);
   const Tiles tiles = tiles_of(in);
   const int last = (in.i0 + 15) / 16, threads = pool_.threads();
-  const bool own_rows = rows >= threads * kRowBlock;
+  const int blocks = (rows + kRowBlock - 1) / kRowBlock;
   for (int i = 0; i < threads; ++i) {
     const int owner = (thread + i) % threads;
-    const Range chunks = own_rows ? Range{0, tiles.chunks} : share(tiles.chunks, owner, threads);
-    const Range mine = own_rows ? share(rows, owner, threads) : Range{0, rows};
-    const int blocks = (mine.end - mine.begin + kRowBlock - 1) / kRowBlock;
+    const Range chunks = share(tiles.chunks, owner, threads);
     const int count = chunks.end - chunks.begin;
     std::atomic<int32_t>& next = claims[owner].next;
     for (int u; (u = next.fetch_add(1, std::memory_order_relaxed)) < count * blocks;) {
       const int tile = (chunks.begin + u % count) * tiles.chunk;
-      const int row = mine.begin + u / count * kRowBlock;
-      kernels_.matmul(a, tile, std::min(tile + tiles.chunk, last), row, std::min(row + kRowBlock, mine.end));
+      const int row = u / count * kRowBlock;
+      kernels_.matmul(a, tile, std::min(tile + tiles.chunk, last), row, std::min(row + kRowBlock, rows));
     }
   }
 }
@@ -269,7 +339,7 @@ uint8_t* Program::layer_kv(const Instruction& in) const {
   return bases_[kKv + in.kv_group] + in.kv_offset * blocks(in.kv_group);
 }
 
-void Program::attention(const Instruction& in, Claim& claim, int thread, const BatchView& b) {
+void Program::attention(const Instruction& in, Claim* claims, int thread, const BatchView& b) {
   const int rows = attention_rows_per_unit(in.heads / in.kv_heads);
   const size_t which =
       static_cast<size_t>(std::find(unit_rows_.begin(), unit_rows_.end(), rows) - unit_rows_.begin());
@@ -300,18 +370,33 @@ void Program::attention(const Instruction& in, Claim& claim, int thread, const B
   const auto attend = in.i1 ? kernels_.attention_int8 : kernels_.attention;
   const int total = static_cast<int>(units.size()) * in.kv_heads;
   if (!splits(in, units, b)) {
-    for (int u; (u = claim.next.fetch_add(1, std::memory_order_relaxed)) < total;) {
-      take(u);
-      attend(a);
+    const int threads = pool_.threads();
+    for (int i = 0; i < threads; ++i) {
+      const int owner = (thread + i) % threads;
+      const Range mine = share(total, owner, threads);
+      KvAhead ahead{a.kv, units.data(), b.positions, b.block_tables[in.kv_group],
+                    b.table_widths[in.kv_group], in.window, kVectors / (in.heads / in.kv_heads), 0, mine.end};
+      a.ahead = i || in.i0 ? nullptr : &ahead;
+      if (a.ahead) {
+        ahead.go(mine.begin);
+        ahead.ask(kBlocksAhead);
+      }
+      std::atomic<int32_t>& next = claims[owner].next;
+      for (int u; (u = mine.begin + next.fetch_add(1, std::memory_order_relaxed)) < mine.end;) {
+        take(u);
+        if (ahead.unit < u) ahead.go(u);
+        attend(a);
+      }
     }
     return;
   }
+  a.ahead = nullptr;
   // A piece of work is one partition of a unit's context for one head; who ends a unit's last one merges
   // them.
   int u = 0, begin = 0;                     // a unit and head, and the number of its first piece
   float* states = partition_states_.get();  // its partitions'
   for (;;) {
-    const int piece = claim.next.fetch_add(1, std::memory_order_relaxed);
+    const int piece = claims->next.fetch_add(1, std::memory_order_relaxed);
     Partitions seen = partitions(in, take(u), b);
     while (piece >= begin + seen.count) {
       if (++u == total) return;

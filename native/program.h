@@ -103,9 +103,7 @@ class Program {
   std::vector<double> take_profile();
 
  private:
-  struct Unit {  // rows of one sequence that one attention call handles
-    int32_t sequence, row_begin, row_end;
-  };
+  using Unit = AttentionUnit;
   struct Tiles {  // how a matrix is divided: chunks of so many tiles
     int chunk, chunks;
   };
@@ -132,9 +130,13 @@ class Program {
   void execute(int thread, const BatchView& batch, const ResultView& result);
   void step(const Instruction& in, size_t index, int thread, const BatchView& batch,
             const ResultView& result);
+  template <class Time>
+  void run_rows(size_t first, int thread, const BatchView& batch, Time time);
+  void rows_of(const Instruction& in, int begin, int end, const BatchView& batch);
+  MatmulArgs matmul_args(const Instruction& in) const;
   void matmul(const Instruction& in, Claim* claims, int thread, int rows);
   Ahead weights_ahead(size_t index, int thread, const BatchView& batch) const;
-  void attention(const Instruction& in, Claim& claim, int thread, const BatchView& batch);
+  void attention(const Instruction& in, Claim* claims, int thread, const BatchView& batch);
   Partitions partitions(const Instruction& in, const Unit& unit, const BatchView& batch) const;
   bool splits(const Instruction& in, const std::vector<Unit>& units, const BatchView& batch) const;
   void pool(const Instruction& in, Claim& claim, const BatchView& batch);
@@ -159,6 +161,7 @@ class Program {
   std::vector<std::vector<float>> scratch_;    // per thread, attention
   std::vector<std::vector<uint8_t>> sampler_;  // per thread
   std::vector<size_t> next_matmul_;            // behind each instruction; their number if there is none
+  std::vector<size_t> row_run_;                // so many instructions from each on take rows by themselves
   bool profiling_ = false;
   std::vector<double> profile_;
 };
