@@ -145,22 +145,23 @@ struct AttentionUnit {  // rows of one sequence that one attention call handles
   int32_t sequence, row_begin, row_end;
 };
 
-// The blocks that a thread's next units will read, in that order. A sequence's blocks lie where there was room,
-// so processors do not see what comes next; asked for some blocks ahead, they are there when they are needed.
-// Only units of few query vectors wait for memory.
+// The blocks that a thread's next units will read, in that order. A sequence's blocks lie where there was
+// room, so processors do not see what comes next; asked for some blocks ahead, they are there when they are
+// needed. Only units of few query vectors wait for memory.
 struct KvAhead {
   KvLayer<const uint8_t> kv;
   const AttentionUnit* units;
+  int count;  // of units
   const int32_t* positions;
   const int32_t* block_tables;  // [sequences, table_width]
   int32_t table_width, window, most_rows;
-  int unit, end;          // units times heads, heads first
+  int unit, end;             // of heads times units: all of the first head's first
   int block = 0, last = -1;  // of the unit's context
 
   // To the next unit at or behind `from` that waits for memory.
   void go(int from) {
     for (unit = from; unit < end; ++unit) {
-      const AttentionUnit& u = units[unit / kv.kv_heads];
+      const AttentionUnit& u = units[unit % count];
       if (u.row_end - u.row_begin > most_rows) continue;
       const int first = positions[u.row_begin];
       block = (window > 0 && first >= window ? first - window + 1 : 0) / 16;
@@ -171,10 +172,11 @@ struct KvAhead {
   void ask(int blocks) {
     for (; blocks > 0 && unit < end; --blocks) {
       const int64_t id =
-          block_tables[static_cast<size_t>(units[unit / kv.kv_heads].sequence) * table_width + block];
-      const int head = unit % kv.kv_heads;
+          block_tables[static_cast<size_t>(units[unit % count].sequence) * table_width + block];
+      const int head = unit / count;
       const uint8_t *keys = kv.keys(head, id), *values = kv.values(head, id);
-      for (size_t i = 0; i < kv_key_bytes(kv.format, kv.head_dim); i += 64) __builtin_prefetch(keys + i, 0, 2);
+      for (size_t i = 0; i < kv_key_bytes(kv.format, kv.head_dim); i += 64)
+        __builtin_prefetch(keys + i, 0, 2);
       for (size_t i = 0; i < kv_value_bytes(kv.format, kv.head_dim); i += 64)
         __builtin_prefetch(values + i, 0, 2);
       if (++block > last) go(unit + 1);

@@ -140,8 +140,8 @@ HR_INLINE void quant_rows(const MatmulArgs& a, int tile, int row, size_t ahead) 
   HR_UNROLL for (int r = 0; r < MR; ++r) finish(a, acc[r], row + r, tile);
 }
 
-// Rows that are computed together: a dot product and an accumulator for each, 24 of 32 registers. Bytes need no
-// unpacking: there eight rows are as fast as twelve, and leave fewer behind.
+// Rows that are computed together: a dot product and an accumulator for each, 24 of 32 registers. Bytes need
+// no unpacking: there eight rows are as fast as twelve, and leave fewer behind.
 #if defined(HR_PATH_AVX512)
 template <int Bits>
 constexpr int kManyRows = Bits == 4 ? 12 : 8;
@@ -151,8 +151,8 @@ constexpr int kManyRows = 4;
 #endif
 constexpr int kRun = 4;  // tile rows that pass while some rows stay in the first cache
 
-// Weights come from memory once, whatever the number of rows: a run of tile rows stays near for all of them. The
-// first of them to read it asks for it a little ahead; the last of many asks for the next run.
+// Weights come from memory once, whatever the number of rows: a run of tile rows stays near for all of them.
+// The first of them to read it asks for it a little ahead; the last of many asks for the next run.
 template <int Bits, bool F32, int Offsets, int Group>
 void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   constexpr int kMany = kManyRows<Bits>;

@@ -141,15 +141,16 @@ void Program::execute(int thread, const BatchView& batch, const ResultView& resu
 }
 
 // Instructions that take every row by itself, one block of rows after the other through all of them: what one
-// leaves is still in the second cache when the next reads it, and threads need not meet in between. Every thread
-// has rows of its own; whoever is done first helps the others.
+// leaves is still in the second cache when the next reads it, and threads need not meet in between. Every
+// thread has rows of its own; whoever is done first helps the others.
 template <class Time>
 void Program::run_rows(size_t first, int thread, const BatchView& b, Time time) {
   const int threads = pool_.threads();
   for (int i = 0; i < threads; ++i) {
     const int owner = (thread + i) % threads;
     const Range mine = share(b.tokens, owner, threads);
-    std::atomic<int32_t>& next = claims_[first * static_cast<size_t>(threads) + static_cast<size_t>(owner)].next;
+    std::atomic<int32_t>& next =
+        claims_[first * static_cast<size_t>(threads) + static_cast<size_t>(owner)].next;
     for (int row; (row = mine.begin + kRowBlock * next.fetch_add(1, std::memory_order_relaxed)) < mine.end;) {
       const int end = std::min(row + kRowBlock, mine.end);
       for (size_t j = first; j < first + row_run_[first]; ++j) {
@@ -315,8 +316,8 @@ MatmulArgs Program::matmul_args(const Instruction& in) const {
   return a;
 }
 
-// Every thread has a run of tiles of its own, so that it reads one stretch of memory. Whoever is done first helps
-// the others.
+// Every thread has a run of tiles of its own, so that it reads one stretch of memory. Whoever is done first
+// helps the others.
 void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows) {
   const MatmulArgs a = matmul_args(in);
   const Tiles tiles = tiles_of(in);
@@ -358,12 +359,12 @@ void Program::attention(const Instruction& in, Claim* claims, int thread, const 
   a.softcap = in.f0;
   a.scratch = scratch_[static_cast<size_t>(thread)].data();
   const auto take = [&](int u) -> const Unit& {
-    const Unit& unit = units[static_cast<size_t>(u / in.kv_heads)];
+    const Unit& unit = units[static_cast<size_t>(u) % units.size()];
     a.block_table =
         b.block_tables[in.kv_group] + static_cast<size_t>(unit.sequence) * b.table_widths[in.kv_group];
     a.row_begin = unit.row_begin;
     a.row_end = unit.row_end;
-    a.kv_head = u % in.kv_heads;
+    a.kv_head = u / static_cast<int>(units.size());
     a.length = in.i0 ? b.positions[b.query_start[unit.sequence + 1] - 1] + 1 : 0;
     return unit;
   };
@@ -374,8 +375,16 @@ void Program::attention(const Instruction& in, Claim* claims, int thread, const 
     for (int i = 0; i < threads; ++i) {
       const int owner = (thread + i) % threads;
       const Range mine = share(total, owner, threads);
-      KvAhead ahead{a.kv, units.data(), b.positions, b.block_tables[in.kv_group],
-                    b.table_widths[in.kv_group], in.window, kVectors / (in.heads / in.kv_heads), 0, mine.end};
+      KvAhead ahead{a.kv,
+                    units.data(),
+                    static_cast<int>(units.size()),
+                    b.positions,
+                    b.block_tables[in.kv_group],
+                    b.table_widths[in.kv_group],
+                    in.window,
+                    kVectors / (in.heads / in.kv_heads),
+                    0,
+                    mine.end};
       a.ahead = i || in.i0 ? nullptr : &ahead;
       if (a.ahead) {
         ahead.go(mine.begin);

@@ -38,7 +38,10 @@ def assemble(scheduled: list[Sequence], kv_cache: KVCache, sampling: SamplingRow
         ]
     return Batch(
         token_ids=np.concatenate(
-            [seq.tokens(seq.num_computed_tokens, end) for seq, end in zip(scheduled, ends.tolist(), strict=True)]
+            [
+                seq.tokens(seq.num_computed_tokens, end)
+                for seq, end in zip(scheduled, ends.tolist(), strict=True)
+            ]
         ),
         positions=positions,
         query_start=query_start,
