@@ -12,7 +12,7 @@ import pytest
 
 from headrace import LLM, CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from headrace.errors import InvalidRequestError
-from headrace.frontend.frontend import open_frontend
+from headrace.frontend.open import open_frontend
 
 SMALL_POOL = 64 * 2**20
 PROMPT = "The capital of France is"

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from headrace.frontend.frontend import Frontend, open_frontend
+from headrace.frontend.frontend import Frontend
+from headrace.frontend.open import open_frontend
 from headrace.server.documentation import _BODIES
 from tests.model.tiny_bert import HIDDEN, MAX_TOKENS, tiny_bert
 from tests.server.small_server import RawClient, connected, idle, small_app, small_frontend, until

@@ -249,7 +249,7 @@ def _start_loading(
     def work() -> None:
         try:
             from headrace.cli.progress import download_progress
-            from headrace.frontend.frontend import open_frontend
+            from headrace.frontend.open import open_frontend
 
             with download_progress() as progress:
                 frontend = open_frontend(
