@@ -38,6 +38,7 @@ class RunningServer:
         self._reader.start()
         self.output: list[str] = []
         self.url = ""
+        self.ready_s = 0.0  # after its start
 
     def _read(self, stream: Iterator[str]) -> None:
         for line in stream:
@@ -51,6 +52,7 @@ class RunningServer:
             line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.01))
             assert line, f"the server ended with {self.process.wait()}"
             self.output.append(line)
+        self.ready_s = time.monotonic() - self.started
         found = re.search(r"http://[^ /]+", self.output[0])
         assert found is not None
         self.url = found[0]

@@ -42,14 +42,18 @@ class Frontend:
 
     ``max_model_len``: tokens of prompt and output together that one sequence may have.
     ``eos_token_ids``: tokens that end an answer. ``journal``: where requests that have a note are kept, if
-    the client keeps any.
+    the client keeps any. ``opened_at``: by the monotonic clock, when the model's files, which are here by
+    then, began to be opened.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, model_name: str) -> None:
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, model_name: str, *, opened_at: float | None = None
+    ) -> None:
         self.client = client
         self.journal: Journal | None = client.journal if isinstance(client, JournaledClient) else None
         self.tokenizer = tokenizer
         self.model_name = model_name
+        self.opened_at = time.monotonic() if opened_at is None else opened_at
         self.max_model_len = client.max_model_len
         self.eos_token_ids = [i for i in tokenizer.eos_token_ids if i < client.architecture.vocab_size]
         self._prefix = os.urandom(4).hex()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,9 +34,8 @@ def open_frontend(
 
     ``process``: the engine runs in a process of its own instead of a thread. ``checkpoint``: requests are
     kept there, and those of the last process are in the frontend's ``journal.saved``; an engine's process
-    that dies is started again. Raises
-    ModelNotFoundError, DownloadError, ModelFormatError, OutOfMemoryError or ConfigError, each with what would
-    be right.
+    that dies is started again. Raises ModelNotFoundError, DownloadError, ModelFormatError, OutOfMemoryError
+    or ConfigError, each with what would be right.
     """
     from headrace.model import store
 
@@ -49,6 +49,7 @@ def open_frontend(
         draft = store.resolve(str(speculative.model), progress=progress)
         speculative = dataclasses.replace(speculative, model=str(draft))
         scheduler = dataclasses.replace(scheduler, speculative=speculative)
+    began = time.monotonic()
     loading = _InBackground(lambda: _tokenizer_of(path, draft))
     open_client = partial(_open_client, path, model, cache, scheduler, process=process)
     client: EngineClient
@@ -61,7 +62,7 @@ def open_frontend(
     try:
         if checkpoint is not None:
             client = journaled(client, checkpoint, model)
-        return Frontend(client, loading.result(), model.model)
+        return Frontend(client, loading.result(), model.model, opened_at=began)
     except BaseException:
         client.close()
         raise
