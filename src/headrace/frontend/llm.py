@@ -7,9 +7,9 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from headrace.closing import Closing
 from headrace.engine.config import (
     CacheConfig,
     CheckpointConfig,
@@ -45,7 +45,7 @@ Message: TypeAlias = Mapping[str, Any]
 _NO_QUEUE_LIMIT_S = 1e9  # an offline batch waits for as long as it takes
 
 
-class LLM:
+class LLM(Closing):
     """A model, loaded and ready to generate or, if it is an encoder, to embed.
 
     Settings come as config objects or as plain arguments, which fill in what the object leaves at its
@@ -296,17 +296,6 @@ class LLM:
     def close(self) -> None:
         """Free the model's memory. Closing twice is fine; generating afterwards raises EngineDeadError."""
         self._frontend.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _journal(self) -> Journal:
         if self._frontend.journal is None:
