@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from headrace.model import store
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # A worker for each core: torch's threads would only wait for each other, in what tests start as well.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
