@@ -249,7 +249,7 @@ def world_on(
             seed=0,
             clock=clock,
             drafter=drafter,
-            tier=tier and tier.open(runner, clock),
+            tier=tier and tier.open(runner, Clock()),  # on which nothing takes time: it always pays
         )
 
     settings = {"max_tokens": [1, 3, 5], "num_blocks": [9, 12, 64], "max_requests": 3} | sizes
@@ -290,8 +290,8 @@ def test_random_schedules_on_tiny_models(name: str, kv_cache_dtype: KVCacheDtype
     from tests.model.tiny import CASES
 
     CASES[name](tmp_path)
-    prefixes = [tokens(9, 3) * 9, tokens(80, 1), tokens(80, 2)]
-    sizes = {"max_tokens": [1, 5, 30], "num_blocks": [9, 9, 10, 12, 64], "max_requests": 8}
+    prefixes = [tokens(30, 1), tokens(30, 2), tokens(9, 3) * 3]
+    sizes = {"max_tokens": [5, 50, 90], "num_blocks": [8, 9, 10, 14], "max_requests": 6}
     totals = dict.fromkeys(("num_preemptions", "tier_hits", "prefix_cache_hits", "draft_tokens_accepted"), 0)
     with world_on(tmp_path, prefixes, 300, kv_cache_dtype, **sizes) as world:
         for seed in range(24):
