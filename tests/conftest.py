@@ -14,6 +14,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts whole programs comes first: it takes longest, and small tests fill the end of the run."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.parent not in (here, here / "e2e", here / "lab"))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2 135M Instruct (GGUF, Q4_1): the default model."""
