@@ -1,4 +1,7 @@
-"""Speculation on the default model: other steps, the same answers, bit by bit."""
+"""Speculation on the default model: other steps, the same answers, bit by bit.
+
+On the best path of the CPU; the random schedules on tiny models go over all of them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from headrace.frontend.tokenizer_cache import convert_file
 from tests.frontend.byte_model import TURN, byte_backend
 from tests.frontend.random_model import random_model
 
-pytestmark = pytest.mark.native
 TEXT = (
     "The brig Adelaide arrived from Lisbon with cork, salt and oranges; "
     "the schooner Wren came in from Bergen with dried cod and timber."
