@@ -23,8 +23,6 @@ from tests.engine.small_engines import run
 
 pytestmark = pytest.mark.native
 
-LONG = 9  # tokens of each answer: with its prompt more than a block, and the pool holds four
-
 
 def engine(
     path: Path,
@@ -127,7 +125,7 @@ def test_after_preemption(smollm2_path: Path, company: list[EngineRequest]) -> N
     long = []
     for each in company[1:5]:
         each = copy.deepcopy(each)
-        each.params.max_tokens = LONG
+        each.params.max_tokens = 20
         long.append(each)
     roomy, tight = engine(smollm2_path), engine(smollm2_path, num_blocks=4, max_num_batched_tokens=24)
     expected = {}
@@ -144,7 +142,7 @@ def test_with_keys_and_values_in_int8(smollm2_path: Path, company: list[EngineRe
     long = []
     for each in company[1:5]:
         each = copy.deepcopy(each)
-        each.params.max_tokens = LONG
+        each.params.max_tokens = 20
         long.append(each)
     roomy, expected = engine(smollm2_path, kv="int8", threads=1), {}
     for each in long:
