@@ -78,15 +78,16 @@ format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix src tests benchmarks
 	$(BIN)/clang-format -i $(NATIVE)
 
-# supported_isas() names the best path first: the whole suite, at the end, runs with that one. A file's tests stay in
-# one process. Those that load a server to see why it is slow need the machine for themselves.
-PARALLEL := -n auto --dist loadfile
+# supported_isas() names the best path first: the whole suite, at the end, runs with that one, and has the tests that
+# go through every path by themselves. A file's tests stay in one process, and files in the order of tests/conftest.py.
+# Those that load a server to see why it is slow need the machine for themselves.
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 ALONE := tests/lab/test_diagnose_servers.py
 test: check
 	$(BIN)/python -m pytest -q tests/test_imports.py
 	for isa in $$($(BIN)/python -c 'from headrace.backend.cpu._native import supported_isas; print(*supported_isas()[1:])'); do \
 	  echo "native tests with HEADRACE_ISA=$$isa"; \
-	  HEADRACE_ISA=$$isa $(BIN)/python -m pytest -q $(PARALLEL) -m native tests || exit 1; \
+	  HEADRACE_ISA=$$isa $(BIN)/python -m pytest -q $(PARALLEL) -m 'native and not every_isa' tests || exit 1; \
 	done
 	$(BIN)/python -m pytest $(PARALLEL) --ignore $(ALONE) tests
 	$(BIN)/python -m pytest $(ALONE)

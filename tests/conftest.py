@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from headrace.model import store
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # A worker for each core: torch's threads would only wait for each other, in what tests start as well.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts whole programs comes first: it takes longest, and small tests fill the end of the run."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.parent not in (here, here / "e2e", here / "lab"))
 
 
 @pytest.fixture(scope="session")

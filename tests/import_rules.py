@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "headrace"
-FREE = {"errors", "paths", "observe", "yaml_file"}
+FREE = {"closing", "errors", "paths", "observe", "yaml_file"}
 """May be imported by every room."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "lab": {"frontend", "model", "backend"},
     "fleet": {"gateway", "engine", "backend.simulated"},
     "observe": set(),
+    "closing": set(),
     "errors": set(),
     "paths": set(),
     "yaml_file": set(),

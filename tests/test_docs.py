@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,21 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")])
 
 
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Where each core has a worker with tests, a page has one: threads on all would wait for the others."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not worker or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[int(worker) % len(cores)]})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_the_page_runs(page: Path, tmp_path: Path) -> None:
+def test_the_page_runs(page: Path, tmp_path: Path, one_core: None) -> None:
     if not any(block.not_run is None for block in blocks(page)):
         return
     environment = reader_environment(tmp_path)

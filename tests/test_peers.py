@@ -45,7 +45,8 @@ def engine(folder: Path, name: str, before: str = "pass", length: str = "output_
 
 def drive(*options: str) -> subprocess.Popen[str]:
     """The driver, quick, with one format of ours."""
-    command = [sys.executable, str(PEERS), "--quick", "--peers", "headrace:shipped", *options]
+    common = ["--quick", "--threads", "1", "--peers", "headrace:shipped"]
+    command = [sys.executable, str(PEERS), *common, *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

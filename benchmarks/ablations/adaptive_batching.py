@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from headrace import SamplingParams
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from headrace.frontend.frontend import Frontend, open_frontend
+from headrace.frontend.frontend import Frontend
+from headrace.frontend.open import open_frontend
 
 CHAT_TOKENS = 64
 PROMPT_TOKENS = 2000

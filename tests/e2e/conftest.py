@@ -13,7 +13,7 @@ from tests.e2e.running import RunningServer, serving
 
 @pytest.fixture(scope="session")
 def server(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """``headrace serve`` with all defaults, on the model that is pulled already."""
+    """``headrace serve`` with all defaults but threads, on the model that is pulled already."""
     with serving(log=tmp_path_factory.mktemp("server") / "log") as running:
         yield running
 

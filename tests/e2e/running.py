@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 
 COMMAND = [sys.executable, "-m", "headrace.cli"]
+BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
+"""Each core has a worker with tests: an engine that has a thread on each would mostly wait for them."""
 
 
 class RunningServer:
@@ -24,6 +26,8 @@ class RunningServer:
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None, log: Path | None = None) -> None:
         self._log = log.open("wb") if log is not None else None
+        if BESIDE_OTHERS and not any(each.startswith("--threads") for each in arguments):
+            arguments = (*arguments, "--threads", "1")
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             [*COMMAND, "serve", *arguments],
@@ -38,6 +42,7 @@ class RunningServer:
         self._reader.start()
         self.output: list[str] = []
         self.url = ""
+        self.ready_s = 0.0  # after its start
 
     def _read(self, stream: Iterator[str]) -> None:
         for line in stream:
@@ -51,6 +56,7 @@ class RunningServer:
             line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.01))
             assert line, f"the server ended with {self.process.wait()}"
             self.output.append(line)
+        self.ready_s = time.monotonic() - self.started
         found = re.search(r"http://[^ /]+", self.output[0])
         assert found is not None
         self.url = found[0]

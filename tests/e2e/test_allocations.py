@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.native
+from headrace.frontend.tokenizer_cache import convert_file
+from tests.frontend.random_model import random_model
 
 # Stands before the C library's allocator and counts calls that come from between two addresses.
 _COUNTER = r"""
@@ -58,7 +59,9 @@ counter.count_between(int(lines[0].split("-")[0], 16), int(re.split("[- ]", line
 from headrace import LLM, SamplingParams
 
 before = counter.counted()
-llm = LLM(sys.argv[2], max_model_len=1024, kv_cache_memory_bytes=64 * 2**20, max_num_batched_tokens=64)
+sizes = {"max_model_len": 512, "kv_cache_memory_bytes": 64 * 2**20, "max_num_batched_tokens": 64}
+tiny = {"quantization": sys.argv[3], "threads": 2} if sys.argv[3] else {"threads": 1}
+llm = LLM(sys.argv[2], **tiny, **sizes)
 loading = counter.counted() - before
 
 def work(salt):
@@ -80,8 +83,20 @@ print(loading, llm.stats().num_steps - steps, counter.counted() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc and stands before glibc's malloc")
-def test_steps_allocate_nothing(smollm2_path: Path, tmp_path: Path) -> None:
-    """Prefill in chunks, decode, every kind of sampling: the native module calls neither malloc nor new."""
+@pytest.mark.parametrize(
+    "quantization",
+    ["", pytest.param("int4", marks=pytest.mark.native), pytest.param("int8", marks=pytest.mark.native)],
+    ids=["smollm2-135m", "tiny, int4", "tiny, int8"],
+)
+def test_steps_allocate_nothing(quantization: str, smollm2_path: Path, tmp_path: Path) -> None:
+    """Prefill in chunks, decode, every kind of sampling: the native module calls neither malloc nor new.
+
+    SmolLM2 on the best path of the CPU, and on all of them a model with its vocabulary and hardly any layers.
+    """
+    model = smollm2_path
+    if quantization:
+        tokenizer = convert_file(smollm2_path)["tokenizer.json"]
+        model = random_model(tmp_path / "model", 49152, tokenizer)
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("needs a C compiler")
@@ -94,8 +109,9 @@ def test_steps_allocate_nothing(smollm2_path: Path, tmp_path: Path) -> None:
     )
     if built.returncode:
         pytest.skip(f"not glibc: {built.stderr[:200]}")
+    program = [sys.executable, "-c", _PROGRAM, str(library), str(model), quantization]
     ran = subprocess.run(
-        ["env", f"LD_PRELOAD={library}", sys.executable, "-c", _PROGRAM, str(library), str(smollm2_path)],
+        ["env", f"LD_PRELOAD={library}", *program],
         capture_output=True,
         text=True,
         timeout=120,

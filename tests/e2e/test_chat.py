@@ -14,10 +14,13 @@ from pathlib import Path
 
 from tests.e2e.running import COMMAND, run
 
+ONE_THREAD = ("--threads", "1")  # there are other tests for the other cores
+
 
 def test_piped_text_is_one_prompt_and_only_the_answer_is_printed(smollm2_path: Path) -> None:
     ended = run(
         "chat",
+        *ONE_THREAD,
         "--temperature",
         "0",
         "--max-tokens",
@@ -31,14 +34,23 @@ def test_piped_text_is_one_prompt_and_only_the_answer_is_printed(smollm2_path: P
 
 
 def test_raw_continues_the_text(smollm2_path: Path) -> None:
-    ended = run("chat", "--raw", "--temperature", "0", "--max-tokens", "4", text="The capital of France is")
+    ended = run(
+        "chat",
+        *ONE_THREAD,
+        "--raw",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "4",
+        text="The capital of France is",
+    )
     assert ended.returncode == 0
     assert "Paris" in ended.stdout
 
 
 def test_a_base_model_continues_a_sentence(gemma3_path: Path) -> None:
     """It has no chat template: --raw works, and without it the error says so."""
-    arguments = ("chat", "-m", "gemma3-270m", "--temperature", "0", "--max-tokens", "5")
+    arguments = ("chat", *ONE_THREAD, "-m", "gemma3-270m", "--temperature", "0", "--max-tokens", "5")
     ended = run(*arguments, "--raw", text="One, two, three, four,")
     assert ended.returncode == 0
     assert "five, six" in ended.stdout
@@ -70,7 +82,7 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            [*COMMAND, "chat", *arguments],
+            [*COMMAND, "chat", *ONE_THREAD, *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,

@@ -29,7 +29,7 @@ def test_served_in_int8(server: RunningServer) -> None:
 
 
 def test_chat_in_int8() -> None:
-    options = ("--kv-cache-dtype", "int8", "--temperature", "0", "--max-tokens", "3")
+    options = ("--kv-cache-dtype", "int8", "--temperature", "0", "--max-tokens", "3", "--threads", "1")
     ended = run("chat", "--raw", *options, text=str(ASK["prompt"]))
     assert ended.returncode == 0
     assert "Paris" in ended.stdout
@@ -53,7 +53,7 @@ def test_in_python() -> None:
         {"cache_config": CacheConfig(kv_cache_dtype="int8")},
     ]
     for settings in ways:
-        with LLM("smollm2-135m", max_model_len=256, **settings) as llm:
+        with LLM("smollm2-135m", threads=1, max_model_len=256, **settings) as llm:
             assert llm.cache_config.kv_cache_dtype == "int8"
             answers.append(llm.generate("The capital of France is", params)[0].outputs[0])
     assert answers[0].text == answers[1].text

@@ -25,6 +25,7 @@ def open_llm(blocks: int, **settings: Any) -> LLM:
         max_model_len=256,
         kv_cache_memory_bytes=blocks * BLOCK_BYTES,
         max_num_seqs=8,
+        threads=1,
         **settings,
     )
 

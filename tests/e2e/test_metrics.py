@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -55,11 +56,12 @@ def test_names_and_counts_under_load(server: RunningServer) -> None:
     clients = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for client in clients:
         client.start()
-    running, used = 0.0, 0.0
+    running, used, busiest = 0.0, 0.0, 0.0
     while any(client.is_alive() for client in clients):
         now = scrape(server)
         running = max(running, now["vllm:num_requests_running"])
         used = max(used, now["vllm:kv_cache_usage_perc"])
+        busiest = max(busiest, now["headrace_device_utilization_ratio"])
         assert now["vllm:num_requests_running"] == now["headrace_num_requests_running"]
     assert 1 <= running <= 12
     assert 0 < used < 0.5
@@ -84,5 +86,9 @@ def test_names_and_counts_under_load(server: RunningServer) -> None:
     for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds", "request_queue_time_seconds"):
         assert grown(f"vllm:{name}_count") == 8, name
     assert grown("headrace_batch_tokens_sum") >= generated - 12
-    assert 0 < after["headrace_device_utilization_ratio"] <= 1
-    assert after["headrace_model_load_seconds"] > 0
+    deadline = time.monotonic() + 10
+    while not busiest:  # it looks back a second or more, and all that was done may have taken less
+        assert time.monotonic() < deadline
+        busiest = scrape(server)["headrace_device_utilization_ratio"]
+    assert busiest <= 1
+    assert 0 < after["headrace_model_load_seconds"] < server.ready_s

@@ -278,7 +278,7 @@ def test_a_model_that_may_call_tools_may_also_talk(client: openai.OpenAI) -> Non
 
 
 def test_offline(smollm2_path: object) -> None:
-    with LLM(MODEL, max_model_len=512, kv_cache_memory_bytes=64 * 2**20) as llm:
+    with LLM(MODEL, threads=1, max_model_len=512, kv_cache_memory_bytes=64 * 2**20) as llm:
         schema = SCHEMAS["nested"]
         wanted = [
             SamplingParams(max_tokens=150, structured_outputs=StructuredOutputs(json=schema), seed=1),

@@ -197,11 +197,11 @@ class World:
             total += shape.params["n"] * (shape.params["max_tokens"] + chunks)
         return 2 * total + 20
 
-    def explain(self, seed: int) -> None:
+    def explain(self, seed: int) -> Engine:
         """Check the schedule of a seed; a failure names the seed and the least that fails."""
         plan = self.schedule(seed)
         try:
-            self.check(plan)
+            return self.check(plan)
         except Exception as error:
             least = self._shrink(plan)
             raise AssertionError(f"seed {seed}: {error!r}; the least that fails is {least}") from error

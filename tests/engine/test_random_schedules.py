@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from test_speculation import RepetitiveRunner
 
 from headrace.backend import open_runner
 from headrace.backend.batch import Batch, StepResult
+from headrace.backend.kv_format import KVCacheDtype
 from headrace.backend.runner import RunnerSettings
 from headrace.backend.simulated import Latency, SimulatedRunner
 from headrace.engine.build import build_engine
@@ -183,21 +185,33 @@ class TickingClock(Clock):
         return self.now
 
 
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Iterator[World]:
+@contextmanager
+def world_on(
+    path: Path, prefixes: list[list[int]], vocab: int, kv_cache_dtype: KVCacheDtype, **sizes: Any
+) -> Iterator[World]:
     """One loaded model under engines of all sizes."""
-    checkpoint = open_checkpoint(smollm2_path)
+    checkpoint = open_checkpoint(path)
     largest = build_engine(
-        smollm2_path,
-        ModelConfig(max_model_len=MAX_MODEL_LEN),
-        CacheConfig(kv_cache_memory_bytes=64 * block_bytes(checkpoint.architecture)),
+        path,
+        ModelConfig(max_model_len=MAX_MODEL_LEN, threads=1),
+        CacheConfig(
+            kv_cache_memory_bytes=64 * block_bytes(checkpoint.architecture, kv_cache_dtype),
+            kv_cache_dtype=kv_cache_dtype,
+        ),
         SchedulerConfig(max_num_batched_tokens=128, speculative=SPECULATION[1]),
     )
     runner = largest.runner
     drafting = open_runner(
         checkpoint,
         "cpu",
-        RunnerSettings(num_blocks=64, max_batch_tokens=128, max_sequences=16, max_model_len=MAX_MODEL_LEN),
+        RunnerSettings(
+            num_blocks=64,
+            max_batch_tokens=128,
+            max_sequences=16,
+            max_model_len=MAX_MODEL_LEN,
+            threads=1,
+            kv_cache_dtype=kv_cache_dtype,
+        ),
     )
 
     def build(
@@ -235,17 +249,14 @@ def smollm2(smollm2_path: Path) -> Iterator[World]:
             seed=0,
             clock=clock,
             drafter=drafter,
-            tier=tier and tier.open(runner, clock),
+            tier=tier and tier.open(runner, Clock()),  # on which nothing takes time: it always pays
         )
 
-    phrase = [504, 5345, 282, 4649, 314, 42, 365, 260]
+    settings = {"max_tokens": [1, 3, 5], "num_blocks": [9, 12, 64], "max_requests": 3} | sizes
     yield World(
-        shapes=[
-            random_shape(seed, [phrase * 5, tokens(40, 1), [*phrase, *tokens(30, 2)]], 40_000, [1, 3, 5])
-            for seed in range(16)
-        ],
+        shapes=[random_shape(seed, prefixes, vocab, settings["max_tokens"]) for seed in range(16)],
         choices={
-            "num_blocks": [9, 12, 64],
+            "num_blocks": settings["num_blocks"],
             "tier": [None, TierSizes(100), TierSizes(100, lazy=True)],
             "prefix_caching": [True, True, False],
             "max_num_seqs": [2, 16],
@@ -254,7 +265,7 @@ def smollm2(smollm2_path: Path) -> Iterator[World]:
             "tpot_target_ms": [None, 10.0],
             "priority_aging_s": [0.1, 10.0],
         },
-        max_requests=3,
+        max_requests=settings["max_requests"],
         build=build,
         plain=build,
         clock=TickingClock,
@@ -263,8 +274,28 @@ def smollm2(smollm2_path: Path) -> Iterator[World]:
     drafting.close()
 
 
-@pytest.mark.native
-def test_random_schedules_on_a_real_model(smollm2: World) -> None:
+def test_random_schedules_on_a_real_model(smollm2_path: Path) -> None:
     """What the simulated runner cannot show: that kernels compute the same rows in any company."""
-    for seed in range(24):
-        smollm2.explain(seed)
+    phrase = [504, 5345, 282, 4649, 314, 42, 365, 260]
+    prefixes = [phrase * 5, tokens(40, 1), [*phrase, *tokens(30, 2)]]
+    with world_on(smollm2_path, prefixes, 40_000, "auto") as world:
+        for seed in range(24):
+            world.explain(seed)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), [("smollm2", "auto"), ("gemma3", "int8")])
+def test_random_schedules_on_tiny_models(name: str, kv_cache_dtype: KVCacheDtype, tmp_path: Path) -> None:
+    """The same on every path of the CPU, in one group of layers and in two, where memory is short."""
+    from tests.model.tiny import CASES
+
+    CASES[name](tmp_path)
+    prefixes = [tokens(30, 1), tokens(30, 2), tokens(9, 3) * 3]
+    sizes = {"max_tokens": [5, 50, 90], "num_blocks": [8, 9, 10, 14], "max_requests": 6}
+    totals = dict.fromkeys(("num_preemptions", "tier_hits", "prefix_cache_hits", "draft_tokens_accepted"), 0)
+    with world_on(tmp_path, prefixes, 300, kv_cache_dtype, **sizes) as world:
+        for seed in range(24):
+            stats = world.explain(seed).stats()
+            for event in totals:
+                totals[event] += getattr(stats, event)
+    assert all(totals.values()), totals

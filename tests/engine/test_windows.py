@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from small_engines import Answers, finish, request, run, small_engine, tokens
@@ -136,20 +137,42 @@ def test_what_the_windows_save_goes_to_whole_sequences(gemma3_path: Path) -> Non
     assert blocks_by_window(architecture, cache, few, longest=32768) == (equal, ())
 
 
-@pytest.mark.native
-def test_gemma_says_the_same_in_less_memory(gemma3_path: Path) -> None:
+class Gemma(NamedTuple):
+    """A model, and sizes of its pool at which its windows save nothing, and something."""
+
+    path: Path
+    window: int
+    prompt: int  # tokens
+    longest: int
+    few_blocks: int
+    more_blocks: int
+
+
+@pytest.fixture(params=[pytest.param("tiny", marks=pytest.mark.native), "gemma3-270m"])
+def gemma(request: pytest.FixtureRequest, tmp_path: Path) -> Gemma:
+    """One that is tiny on every path of the CPU, and the real one on the best."""
+    if request.param == "gemma3-270m":
+        return Gemma(request.getfixturevalue("gemma3_path"), 512, 561, 640, 50, 140)
+    from tests.model.tiny import CASES
+
+    CASES["gemma3"](tmp_path)
+    return Gemma(tmp_path, 24, 261, 304, 24, 40)
+
+
+def test_gemma_says_the_same_in_less_memory(gemma: Gemma) -> None:
     """Kernels read whole the tile in which a window begins: what was given back must be harmless."""
-    size = block_bytes(open_checkpoint(gemma3_path).architecture)
-    prompt = [2, *tokens(560, 1)]
+    size = block_bytes(open_checkpoint(gemma.path).architecture)
+    prompt = [2, *tokens(gemma.prompt - 1, 1)]
+    shared = gemma.prompt - 16
     requests = [
         request("first", prompt, max_tokens=12, temperature=0.0, logprobs=2),
-        request("second", [*prompt[:545], *tokens(9, 2)], max_tokens=12, seed=3, logprobs=2),
+        request("second", [*prompt[:shared], *tokens(9, 2)], max_tokens=12, seed=3, logprobs=2),
     ]
 
     def answers(blocks: int) -> tuple[list[tuple[object, ...]], Engine]:
         engine = build_engine(
-            gemma3_path,
-            ModelConfig(max_model_len=640),
+            gemma.path,
+            ModelConfig(max_model_len=gemma.longest, threads=1),
             CacheConfig(kv_cache_memory_bytes=blocks * size),
             SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=256),
         )
@@ -157,9 +180,9 @@ def test_gemma_says_the_same_in_less_memory(gemma3_path: Path) -> None:
         engine.close()
         return found, engine
 
-    plain, large = answers(50)  # 640 tokens take 40: nothing to save
-    windowed, small = answers(140)
+    plain, large = answers(gemma.few_blocks)
+    windowed, small = answers(gemma.more_blocks)
     assert large.kv_cache.groups[0].window is large.kv_cache.groups[1].window is None
-    assert {group.window for group in small.kv_cache.groups} == {None, 512}
+    assert {group.window for group in small.kv_cache.groups} == {None, gemma.window}
     assert windowed == plain
-    assert small.stats().prefix_cache_hits == large.stats().prefix_cache_hits == 544
+    assert small.stats().prefix_cache_hits == large.stats().prefix_cache_hits == shared // 16 * 16

@@ -51,9 +51,10 @@ def test_a_timeout_fails_one_answer_and_no_other(llm: LLM) -> None:
 def test_settings_reach_the_scheduler() -> None:
     """An argument that is taken and forgotten is worse than one that does not exist."""
     config = SchedulerConfig(tpot_target_ms=40.0, priority_aging_s=3.0)
-    with LLM("smollm2-135m", scheduler_config=config, max_model_len=64, kv_cache_memory_bytes=2**24) as llm:
+    sizes: dict[str, int] = {"threads": 1, "max_model_len": 64, "kv_cache_memory_bytes": 2**24}
+    with LLM("smollm2-135m", scheduler_config=config, **sizes) as llm:
         assert llm.scheduler_config.tpot_target_ms == 40.0
-    with LLM("smollm2-135m", tpot_target_ms=40.0, max_model_len=64, kv_cache_memory_bytes=2**24) as llm:
+    with LLM("smollm2-135m", tpot_target_ms=40.0, **sizes) as llm:
         [answer] = llm.generate("Hello", SamplingParams(max_tokens=2), use_tqdm=False)
         assert answer.outputs[0].token_ids
         assert llm.scheduler_config.tpot_target_ms == 40.0

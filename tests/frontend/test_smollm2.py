@@ -12,7 +12,7 @@ import pytest
 
 from headrace import LLM, CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from headrace.errors import InvalidRequestError
-from headrace.frontend.frontend import open_frontend
+from headrace.frontend.open import open_frontend
 
 SMALL_POOL = 64 * 2**20
 PROMPT = "The capital of France is"
@@ -20,7 +20,9 @@ PROMPT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def llm(smollm2_path: Path) -> Iterator[LLM]:
-    with LLM("smollm2-135m", max_model_len=512, kv_cache_memory_bytes=SMALL_POOL, max_num_seqs=8) as llm:
+    with LLM(
+        "smollm2-135m", threads=1, max_model_len=512, kv_cache_memory_bytes=SMALL_POOL, max_num_seqs=8
+    ) as llm:
         yield llm
 
 
@@ -59,7 +61,7 @@ def test_chat_ends_its_turn(llm: LLM) -> None:
 def test_an_engine_in_a_process_says_the_same(llm: LLM, smollm2_path: Path) -> None:
     expected = llm.generate(PROMPT, SamplingParams(max_tokens=8, temperature=0))[0].outputs[0]
     frontend = open_frontend(
-        ModelConfig("smollm2-135m", max_model_len=512),
+        ModelConfig("smollm2-135m", max_model_len=512, threads=1),
         CacheConfig(kv_cache_memory_bytes=SMALL_POOL),
         SchedulerConfig(),
         process=True,
@@ -94,7 +96,7 @@ def test_a_program_that_never_closes_its_llm_ends_cleanly(smollm2_path: Path) ->
 
 
 def test_a_base_model_generates_but_does_not_chat(gemma3_path: Path) -> None:
-    with LLM("gemma3-270m", max_model_len=256, kv_cache_memory_bytes=SMALL_POOL) as llm:
+    with LLM("gemma3-270m", threads=1, max_model_len=256, kv_cache_memory_bytes=SMALL_POOL) as llm:
         [answer] = llm.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0))
         assert answer.prompt_token_ids[0] == llm.frontend.tokenizer.bos_token_id
         assert answer.outputs[0].text.startswith(" ")

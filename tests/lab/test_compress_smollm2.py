@@ -41,6 +41,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> dic
             sequence_length=128,
             tokens=256,
             backend="torch",
+            threads=1,
         )
         found[name] = Quantization(asked).run()
     return found

@@ -18,6 +18,13 @@ from headrace.cli.main import app
 from headrace.lab.doctor import compatibility, containers, links, processor, storage
 
 
+@pytest.fixture(scope="module")
+def plain() -> list[dict[str, str]]:
+    """What doctor finds here, with nothing asked for."""
+    found: list[dict[str, str]] = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    return found
+
+
 def test_every_line_has_a_verdict() -> None:
     lines = CliRunner().invoke(app, ["doctor"]).stdout.splitlines()
     verdicts = [line.split()[0] for line in lines if not line.startswith(" ")]
@@ -340,7 +347,7 @@ def test_triton_must_be_the_one_of_torch(triton: str | None, status: str) -> Non
     assert status == "ok" or "triton==3.6.0" in check.fix
 
 
-def test_the_network_is_measured_only_if_asked(tmp_path: Path) -> None:
+def test_the_network_is_measured_only_if_asked(plain: list[dict[str, str]], tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(os.urandom(2 * 2**20))
     handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -352,9 +359,7 @@ def test_the_network_is_measured_only_if_asked(tmp_path: Path) -> None:
     found = {check["name"]: check for check in json.loads(shown)}["network"]
     assert "2.0 MiB of" in found["finding"]
     assert (missing.status, "404" in missing.finding) == ("broken", True)
-    assert "network" not in {
-        check["name"] for check in json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
-    }
+    assert "network" not in {check["name"] for check in plain}
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/file", "nonsense", "http://127.0.0.1:9/x"])
@@ -364,6 +369,6 @@ def test_addresses_that_cannot_be_read(url: str) -> None:
     assert check.fix
 
 
-def test_everything_amiss_says_what_it_costs_and_how_to_fix_it() -> None:
-    for check in json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout):
+def test_everything_amiss_says_what_it_costs_and_how_to_fix_it(plain: list[dict[str, str]]) -> None:
+    for check in plain:
         assert check["status"] == "ok" or (check["cost"] and check["fix"]), check

@@ -29,6 +29,7 @@ _FOUND = {"PYTHONPATH": str(Path(headrace.__file__).parents[1])}  # also from an
 _COMMAND = [sys.executable, "-m", "headrace.cli", "tune"]
 _SHORT = ["--duration", "0.5", "--warmup", "0", "--concurrency", "2", "--prompt-tokens", "16"]
 _SHORT += ["--output-tokens", "8", "--minutes", "5"]
+_ONE_THREAD = ["--serve", "--threads 1"]  # there are other tests for the other cores
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -128,7 +129,7 @@ def test_a_small_budget_gives_the_files_and_a_server_that_starts(smollm2_path: P
 
 
 def test_what_was_measured_survives_kill_9_and_ctrl_c(tiny: Path) -> None:
-    arguments = ["tiny", "--switches", "max-num-batched-tokens", "-o", "killed"]
+    arguments = ["tiny", *_ONE_THREAD, "--switches", "max-num-batched-tokens", "-o", "killed"]
     killed = Running(*arguments, folder=tiny)
     killed.wait_for("#1 ")
     servers = killed.servers()
@@ -155,7 +156,7 @@ def test_what_was_measured_survives_kill_9_and_ctrl_c(tiny: Path) -> None:
 
 
 def test_ctrl_c_before_anything_was_measured_ends_it(tiny: Path) -> None:
-    running = Running("tiny", "--switches", "engine-process", "-o", "early", folder=tiny)
+    running = Running("tiny", *_ONE_THREAD, "--switches", "engine-process", "-o", "early", folder=tiny)
     running.wait_for("2 configurations of engine-process")
     running.process.send_signal(signal.SIGINT)
     out, _ = running.process.communicate(timeout=30)
@@ -163,7 +164,16 @@ def test_ctrl_c_before_anything_was_measured_ends_it(tiny: Path) -> None:
 
 
 def test_the_gate_names_what_it_refuses(tiny: Path) -> None:
-    arguments = ["tiny", "--switches", "quantization", "--trials", "1", "--gate-text", "text.txt"]
+    arguments = [
+        "tiny",
+        *_ONE_THREAD,
+        "--switches",
+        "quantization",
+        "--trials",
+        "1",
+        "--gate-text",
+        "text.txt",
+    ]
     (tiny / "gate.yaml").write_text("kl_mean: 0.02\n")
     done = run(*arguments, "--gate", "gate.yaml", "-o", "gated", folder=tiny)
     assert done.returncode == 0, done.stderr

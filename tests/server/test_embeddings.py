@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import numpy as np
 import pytest
 
 from headrace.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from headrace.frontend.frontend import Frontend, open_frontend
+from headrace.frontend.frontend import Frontend
+from headrace.frontend.open import open_frontend
 from headrace.server.documentation import _BODIES
 from tests.model.tiny_bert import HIDDEN, MAX_TOKENS, tiny_bert
 from tests.server.small_server import RawClient, connected, idle, small_app, small_frontend, until
@@ -238,3 +241,16 @@ async def test_metrics_and_documentation(app: Any) -> None:
     assert "EmbeddingRequest" in json.dumps(route["requestBody"])
     assert "EmbeddingList" in json.dumps(route["responses"]["200"])
     assert set(schema["components"]["schemas"]) >= {"EmbeddingRequest", "EmbeddingList", "Embedding"}
+
+
+async def test_loading_is_timed_from_the_first_look_into_the_files(folder: Path) -> None:
+    """It was timed from when the server began to wait for the weights; what they had taken was lost."""
+    began = time.monotonic()
+    frontend = encoder_frontend(folder)
+    time.sleep(0.1)  # loaded before anybody waits for it
+    async with connected(small_app(frontend)) as client:
+        elapsed = time.monotonic() - began
+        page = (await client.get("/metrics")).text
+    frontend.close()
+    [seconds] = re.findall(r"^headrace_model_load_seconds\{[^}]*\} (\S+)$", page, re.MULTILINE)
+    assert 0.1 < float(seconds) < elapsed

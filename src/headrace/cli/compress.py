@@ -12,6 +12,7 @@ import typer
 from headrace.cli import compress_convert, options
 from headrace.cli.progress import download_progress, stage_progress
 from headrace.errors import ConfigError
+from headrace.lab.compress.format_names import Format
 
 if TYPE_CHECKING:
     from headrace.lab.compress.plan import Plan
@@ -23,7 +24,7 @@ app.command()(compress_convert.convert)
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=options.REFERENCE_HELP)]
 OutputFormat = Annotated[
-    Literal["compressed-tensors", "gptq", "gptq-v2", "awq", "gguf", "float"],
+    Format,
     typer.Option(
         "--format", help="What loaders it is for. gguf: Q4_0, Q4_1, Q8_0; float: rounded values in 16 bits."
     ),

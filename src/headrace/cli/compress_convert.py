@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from headrace.cli import options
 from headrace.cli.progress import download_progress, stage_progress
+from headrace.lab.compress.format_names import Rounding, Target
 
 
 def convert(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=options.REFERENCE_HELP)],
     target: Annotated[
-        Literal[
-            "compressed-tensors",
-            "gptq",
-            "gptq-v2",
-            "awq",
-            "gguf-q4_0",
-            "gguf-q4_1",
-            "gguf-q8_0",
-            "gguf-f16",
-            "bf16",
-            "f16",
-            "f32",
-        ],
+        Target,
         typer.Option("--format", help="What to write; bf16, f16, f32: safetensors of floats."),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Appears when it is whole.")
     ],
     rounding: Annotated[
-        Literal["int4", "int8", "w8a8", "fp8"] | None,
+        Rounding | None,
         typer.Option(
             help="How floats are rounded, to nearest; default int4. GGUF's types say it themselves."
         ),

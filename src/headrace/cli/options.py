@@ -119,7 +119,7 @@ def speculative_config(text: str | None) -> SpeculativeConfig | None:
 def load(config: ModelConfig, cache: CacheConfig, progress: Progress | None = None) -> Frontend:
     """Open a model for one user in this process."""
     from headrace.engine.config import SchedulerConfig
-    from headrace.frontend.frontend import open_frontend
+    from headrace.frontend.open import open_frontend
 
     return open_frontend(config, cache, SchedulerConfig(), progress=progress)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import shlex
@@ -173,7 +172,7 @@ def serve(
     loading = _start_loading(settings, cache, scheduler, checkpoint, engine_process)
 
     from headrace.observe.logs import logger
-    from headrace.server.run import run
+    from headrace.server.run import run, trim_memory
     from headrace.server.state import ServerSettings, ServerState
 
     names = tuple(served_model_name or (model,))
@@ -194,19 +193,11 @@ def serve(
     def announce(frontend: Frontend) -> None:
         gc.freeze()  # and later collections need not look at it either
         gc.enable()
-        _trim_memory()
+        trim_memory()
         print(f"Serving {names[0]} on {address} (documentation: {address}/docs). Try:\n")
         print(_curl(address, names[0], _route(frontend), with_key=api_key is not None) + "\n", flush=True)
 
     run(state, sock, loading, on_ready=announce, drain_timeout_s=drain_timeout)
-
-
-def _trim_memory() -> None:
-    """Give the system back what loading has freed; glibc would keep several MB of it."""
-    import ctypes
-
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 _EXAMPLES: dict[str, dict[str, object]] = {
@@ -249,7 +240,7 @@ def _start_loading(
     def work() -> None:
         try:
             from headrace.cli.progress import download_progress
-            from headrace.frontend.frontend import open_frontend
+            from headrace.frontend.open import open_frontend
 
             with download_progress() as progress:
                 frontend = open_frontend(

@@ -12,7 +12,7 @@ from headrace.engine.client import EngineClient, OutputSink
 from headrace.engine.config import CheckpointConfig, ModelConfig
 from headrace.engine.grammar import GrammarCompiler
 from headrace.engine.journal import Journal
-from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
+from headrace.engine.request import EngineOutput, EngineRequest, EngineStats, refusal
 from headrace.engine.saved import Identity, SavedRequest
 from headrace.errors import ConfigError, EngineDeadError, HeadraceError
 
@@ -98,18 +98,7 @@ class JournaledClient:
         try:
             self._client.submit(request, kept.receive)
         except HeadraceError as error:
-            kept.receive(
-                [
-                    EngineOutput(
-                        request_id=request.request_id,
-                        choice=choice,
-                        finish_reason="error",
-                        error_kind=type(error).__name__,
-                        error_message=error.message,
-                    )
-                    for choice in choices
-                ]
-            )
+            kept.receive(refusal(request, error))
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """See EngineClient.abort. One that is aborted as a whole does not go on after a restart either."""

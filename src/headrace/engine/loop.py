@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.engine.engine import Engine
 from headrace.engine.grammar import Grammar
-from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
+from headrace.engine.request import EngineOutput, EngineRequest, EngineStats, refusal
 from headrace.errors import HeadraceError
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class EngineLoop:
             if isinstance(command, EngineRequest):
                 self._num_received += 1
                 if isinstance(grammar, HeadraceError):
-                    outputs += _refused(command, grammar)
+                    outputs += refusal(command, grammar)
                 else:
                     self._engine.enqueue(command, grammar)
             elif isinstance(command, Abort):
@@ -116,17 +116,3 @@ class EngineLoop:
             else:
                 return outputs + self._engine.scheduler.abort_all(), True
         return outputs, False
-
-
-def _refused(request: EngineRequest, error: HeadraceError) -> list[EngineOutput]:
-    """The end of every sequence of a request that never reached the engine."""
-    return [
-        EngineOutput(
-            request_id=request.request_id,
-            choice=choice,
-            finish_reason="error",
-            error_kind=type(error).__name__,
-            error_message=error.message,
-        )
-        for choice in request.open_choices
-    ]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.errors import InvalidRequestError
+from headrace.errors import HeadraceError, InvalidRequestError
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -188,6 +188,20 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     vector: bytes | None = None  # float32, little-endian
+
+
+def refusal(request: EngineRequest, error: HeadraceError) -> list[EngineOutput]:
+    """The end of every sequence of a request that never reached the engine."""
+    return [
+        EngineOutput(
+            request_id=request.request_id,
+            choice=choice,
+            finish_reason="error",
+            error_kind=type(error).__name__,
+            error_message=error.message,
+        )
+        for choice in request.open_choices
+    ]
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

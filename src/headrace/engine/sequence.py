@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from headrace.backend.batch import BLOCK_SIZE, Float32, Int32
 from headrace.engine.grammar import Grammar
 from headrace.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
+from headrace.engine.seen_tokens import SeenTokens
+from headrace.engine.tenant import Tenant
 
 Rank = tuple[float, int, int]
 """Urgency, arrival and choice: unique to a sequence; lower runs first."""
@@ -18,72 +20,6 @@ Rank = tuple[float, int, int]
 _GREEDY_BELOW = 1e-5
 _MIN_GROWTH = 64
 _FORCE = np.array([1e30], np.float32)  # above any logit, and the sum is still finite
-
-
-class SeenTokens:
-    """Distinct token ids and how often each occurs in the output; one append a token keeps them current."""
-
-    __slots__ = ("_counts", "_ids", "_index", "_size")
-
-    def __init__(self, prompt: Int32) -> None:
-        """``prompt``: ids that count as seen but not as output (pass none where only the output matters)."""
-        distinct = np.unique(prompt)
-        self._size = len(distinct)
-        self._ids = np.empty(self._size + _MIN_GROWTH, np.int32)
-        self._ids[: self._size] = distinct
-        self._counts = np.zeros(len(self._ids), np.int32)
-        self._index = {token: i for i, token in enumerate(distinct.tolist())}
-
-    def append(self, token: int) -> None:
-        """Count one output token."""
-        at = self._index.get(token)
-        if at is None:
-            at = self._index[token] = self._size
-            if at == len(self._ids):
-                self._ids = np.resize(self._ids, 2 * at)
-                self._counts = np.resize(self._counts, 2 * at)
-            self._ids[at] = token
-            self._counts[at] = 0
-            self._size += 1
-        self._counts[at] += 1
-
-    def arrays(self, drafted: list[int] | None = None) -> tuple[Int32, Int32]:
-        """``(ids, counts)``, views that are valid until the next append.
-
-        With ``drafted`` tokens: copies, as they would be after those.
-        """
-        ids, counts = self._ids[: self._size], self._counts[: self._size]
-        if not drafted:
-            return ids, counts
-        new = [token for token in dict.fromkeys(drafted) if token not in self._index]
-        places = self._index | {token: self._size + i for i, token in enumerate(new)}
-        ids = np.concatenate([ids, np.array(new, np.int32)])
-        counts = np.concatenate([counts, np.zeros(len(new), np.int32)])
-        np.add.at(counts, [places[token] for token in drafted], 1)
-        return ids, counts
-
-
-class Tenant:
-    """Somebody whose requests share the engine with others' (see ``waiting.py``)."""
-
-    __slots__ = ("admitted_time", "num_sequences", "promised", "served", "waiting", "weight")
-
-    def __init__(self) -> None:
-        self.weight = 1.0
-        self.served = 0.0  # tokens, each divided by the weight of its time
-        self.promised = 0  # tokens of prompts that have blocks and are not computed yet
-        self.admitted_time = -math.inf  # when a sequence last got its blocks
-        self.num_sequences = 0  # waiting and running
-        self.waiting: list[Sequence] = []  # by rank
-
-    @property
-    def claimed(self) -> float:
-        """What it will have been served once its admitted prompts are computed."""
-        return self.served + self.promised / self.weight
-
-    def serve(self, tokens: int) -> None:
-        """Count tokens that were computed for this tenant."""
-        self.served += tokens / self.weight
 
 
 class Request:

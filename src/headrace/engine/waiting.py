@@ -7,7 +7,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from headrace.engine.sequence import Rank, Sequence, Tenant
+from headrace.engine.sequence import Rank, Sequence
+from headrace.engine.tenant import Tenant
 
 _by_rank = attrgetter("rank")
 _SPARE_TENANTS = 64  # without work, that are remembered before somebody looks whether they still matter

@@ -7,9 +7,9 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from headrace.closing import Closing
 from headrace.engine.config import (
     CacheConfig,
     CheckpointConfig,
@@ -22,7 +22,9 @@ from headrace.errors import ConfigError, InvalidRequestError
 from headrace.frontend.batch import BatchRequest, embed_batch, generate_batch
 from headrace.frontend.beam_search import BeamSearch, BeamSearchParams, beam_text
 from headrace.frontend.embedding import check_dimensions
-from headrace.frontend.frontend import Frontend, Progress, open_frontend
+from headrace.frontend.frontend import Frontend
+from headrace.frontend.llm_inputs import listed, params_of, priorities_of, say_which, text_or_ids
+from headrace.frontend.open import open_frontend
 from headrace.frontend.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from headrace.frontend.tokenizer import Tokenizer
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from headrace.engine.journal import Journal
+    from headrace.model.store import Progress
 
 __all__ = ["LLM", "Message", "Prompt", "SamplingParams"]
 
@@ -42,7 +45,7 @@ Message: TypeAlias = Mapping[str, Any]
 _NO_QUEUE_LIMIT_S = 1e9  # an offline batch waits for as long as it takes
 
 
-class LLM:
+class LLM(Closing):
     """A model, loaded and ready to generate or, if it is an encoder, to embed.
 
     Settings come as config objects or as plain arguments, which fill in what the object leaves at its
@@ -162,7 +165,7 @@ class LLM:
         wrong. If a sequence fails on the way the others finish first; then BatchError is raised, whose
         ``outputs`` hold everything.
         """
-        return self._run(_listed(prompts), self._prompt, sampling_params, use_tqdm, priority)
+        return self._run(listed(prompts), self._prompt, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -202,7 +205,7 @@ class LLM:
         """
         params.validate()
         frontend = self._frontend
-        encoded = [self._prompt(prompt) for prompt in _listed(prompts)]
+        encoded = [self._prompt(prompt) for prompt in listed(prompts)]
         for _, ids in encoded:
             frontend.check(ids, SamplingParams())
         searches = [
@@ -254,15 +257,15 @@ class LLM:
         """
         frontend = self._frontend
         frontend.check_kind(embeds=True)
-        inputs = _listed(prompts)
+        inputs = listed(prompts)
         check_dimensions(dimensions, frontend.client.architecture.hidden_size)
 
         def encode(prompt: Any) -> tuple[str | None, list[int]]:
-            given = _text_or_ids(prompt)
+            given = text_or_ids(prompt)
             ids = frontend.encode_input(given, truncate_prompt_tokens)
             return (given if isinstance(given, str) else None), ids
 
-        encoded = [_checked(encode, prompt, at, len(inputs)) for at, prompt in enumerate(inputs)]
+        encoded = [say_which(encode, prompt, at, len(inputs)) for at, prompt in enumerate(inputs)]
         return embed_batch(frontend, encoded, dimensions=dimensions, show_progress=use_tqdm)
 
     def resume(self, use_tqdm: bool = True) -> list[RequestOutput]:
@@ -294,17 +297,6 @@ class LLM:
         """Free the model's memory. Closing twice is fine; generating afterwards raises EngineDeadError."""
         self._frontend.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _journal(self) -> Journal:
         if self._frontend.journal is None:
             raise ConfigError(
@@ -326,8 +318,8 @@ class LLM:
     ) -> list[RequestOutput]:
         from headrace.frontend.resume import prompt_note
 
-        priorities = _priorities(priority, len(inputs))
-        params = _one_each(sampling_params, len(inputs))
+        priorities = priorities_of(priority, len(inputs))
+        params = params_of(sampling_params, len(inputs))
         requests = []
         for index, (item, its_params) in enumerate(zip(inputs, params, strict=True)):
 
@@ -337,7 +329,7 @@ class LLM:
                 self._frontend.check(ids, its_params)
                 return text, ids
 
-            found = _checked(checked, item, index, len(inputs))
+            found = say_which(checked, item, index, len(inputs))
             note = b"" if self._frontend.journal is None else prompt_note(found[0])
             requests.append(BatchRequest(*found, its_params, priorities[index], note))
         return self._batch(requests, show_progress)
@@ -352,58 +344,14 @@ class LLM:
         )
 
     def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
-        given = _text_or_ids(prompt)
+        given = text_or_ids(prompt)
         return (given if isinstance(given, str) else None), self._frontend.encode_prompt(given)
-
-
-def _text_or_ids(prompt: Any) -> Any:
-    """What a prompt holds: a string, or what should be a list of ids."""
-    if isinstance(prompt, Mapping):
-        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-        if len(keys) != 1:
-            raise InvalidRequestError(
-                "A prompt given as a dict needs either 'prompt' (text) or 'prompt_token_ids' (a list)."
-            )
-        prompt, is_text = prompt[keys[0]], keys[0] == "prompt"
-    else:
-        is_text = not _is_token_ids(prompt)
-    if is_text != isinstance(prompt, str):
-        raise InvalidRequestError(
-            "A prompt must be a string, a list of token ids, {'prompt': text} or "
-            f"{{'prompt_token_ids': [ids]}}, not {type(prompt).__name__}."
-        )
-    return prompt
-
-
-def _checked(
-    encode: Callable[[Any], tuple[str | None, list[int]]], item: Any, index: int, count: int
-) -> tuple[str | None, list[int]]:
-    """``encode(item)``; what it refuses says which of the ``count`` prompts it was."""
-    try:
-        return encode(item)
-    except InvalidRequestError as error:
-        if count > 1:
-            error.message = f"prompt {index} of {count}: {error.message}"
-            error.args = (error.message,)
-        raise
 
 
 def _likeliest(answer: RequestOutput) -> list[tuple[int, float]]:
     """The candidates for the only token of an answer, likeliest first."""
     [candidates] = answer.outputs[0].logprobs or [{}]
     return [(token, found.logprob) for token, found in candidates.items() if found.rank is not None]
-
-
-def _listed(prompts: Any) -> Sequence[Any]:
-    """One prompt, or several, as a list. Raises InvalidRequestError for what is neither."""
-    if not isinstance(prompts, (Sequence, Mapping)):
-        raise InvalidRequestError(f"prompts must be a prompt or a list of them, not {prompts!r:.60}.")
-    one = isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts)
-    return [prompts] if one else list(prompts)
-
-
-def _is_token_ids(prompts: Any) -> bool:
-    return isinstance(prompts, (list, tuple)) and bool(prompts) and all(type(i) is int for i in prompts)
 
 
 def _argument_names(kind: type[LLM]) -> list[str]:
@@ -435,30 +383,3 @@ def _checkpoint(path: str | None, config: CheckpointConfig | None) -> Checkpoint
             param="checkpoint_path",
         )
     return config or CheckpointConfig(path, grace_s=_NO_QUEUE_LIMIT_S)
-
-
-def _priorities(priority: Sequence[int] | None, count: int) -> Sequence[int]:
-    if priority is None:
-        return [0] * count
-    whole = isinstance(priority, Sequence) and all(
-        type(each) is int and -(2**31) <= each < 2**31 for each in priority
-    )
-    if not whole or len(priority) != count:
-        raise InvalidRequestError(
-            f"priority must be a list of {count} whole numbers of 32 bits, one per prompt.", param="priority"
-        )
-    return priority
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
-        raise InvalidRequestError("sampling_params must be a SamplingParams or a list of them.")
-    if len(params) != count:
-        raise InvalidRequestError(
-            f"There are {count} prompts but {len(params)} sampling_params; give one for all, or one each."
-        )
-    return list(params)

@@ -132,7 +132,10 @@ class Metrics:
             "headrace_http_requests", "Requests answered.", ("route", "status"), registry=None
         )
         self._load_seconds = Gauge(
-            "headrace_model_load_seconds", "Time that loading the model took.", labels, registry=None
+            "headrace_model_load_seconds",
+            "Time from the opening of the model's files until it was served.",
+            labels,
+            registry=None,
         )
         self.registry.register(_Aliased([*inner, self.http_requests, self._load_seconds]))
         self.registry.register(_ProcessCollector())

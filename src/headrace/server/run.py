@@ -9,7 +9,6 @@ import gc
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -99,20 +98,20 @@ class _Life:
         self._stop.set()
 
     async def _load(self, stopping: asyncio.Task[bool]) -> None:
-        began = time.monotonic()
         loading = asyncio.wrap_future(self._loading)
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():  # told to stop first; the loader's daemon thread ends with the process
             loading.cancel()
             return
         frontend = loading.result()
-        self._state.ready(frontend, time.monotonic() - began)
+        self._state.ready(frontend)
         if self._state.resumed is not None and not self._stop.is_set():
             self._state.resumed.start()
         if not self._stop.is_set():
             self._on_ready(frontend)
             await asyncio.to_thread(_warm_up, frontend)
-            _give_back_memory()
+            gc.collect()
+            trim_memory()
 
     def _checkpoint(self) -> None:
         """Have the disk hold what requests have had, where they are kept."""
@@ -141,8 +140,7 @@ class _Life:
                 await asyncio.wait_for(self._state.idle(), _LAST_WORDS_S)
 
 
-def _give_back_memory() -> None:
-    """What loading has freed: glibc keeps it otherwise, and a server is small for as long as it lives."""
-    gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # another C library
+def trim_memory() -> None:
+    """Give back what loading has freed: glibc keeps it, and a server is small for as long as it lives."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

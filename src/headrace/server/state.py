@@ -51,10 +51,10 @@ class ServerState:
         self.resumed: ResumedAnswers | None = None  # where requests are kept
         self._metrics: Metrics | None = None
 
-    def ready(self, frontend: Frontend, load_seconds: float = 0.0) -> None:
-        """The model is loaded: serve it."""
+    def ready(self, frontend: Frontend) -> None:
+        """The model is loaded: serve it, and say how long that took from the opening of its files on."""
         self._names = self._names or (frontend.model_name,)
-        self.metrics.watch(frontend.client.stats, load_seconds)
+        self.metrics.watch(frontend.client.stats, time.monotonic() - frontend.opened_at)
         self._frontend = frontend
         if frontend.journal is not None:
             from headrace.server.resumed import ResumedAnswers  # it knows this class

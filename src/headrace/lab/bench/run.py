@@ -84,16 +84,7 @@ async def measure(
     created = datetime.datetime.now(datetime.UTC).isoformat()
     where = context()
     async with open_http(target) as http:
-        endpoint = await probe(
-            http,
-            target.address,
-            model=target.model,
-            api_key=target.api_key,
-            route=target.route,
-            fixed_length=listed is None or listed.fixed_length,
-            extra={} if target.temperature is None else {"temperature": target.temperature},
-            timeout_s=target.timeout_s,
-        )
+        endpoint = await probe_target(http, target, fixed_length=listed is None or listed.fixed_length)
         floor = await client_floor(http) if with_floor else None
         calibration = Calibration() if listed is not None else await calibrate(http, endpoint)
         workload = listed or _made_up(asked, calibration, plan.seed)
@@ -144,6 +135,20 @@ def open_http(target: Target) -> aiohttp.ClientSession:
     outside = not re.match(_NEAR, urlsplit(base_url(target.address)).hostname or "")
     return aiohttp.ClientSession(
         connector=connector, timeout=timeout, trust_env=outside, trace_configs=[connection_trace()]
+    )
+
+
+async def probe_target(http: aiohttp.ClientSession, target: Target, *, fixed_length: bool = True) -> Endpoint:
+    """What ``target`` serves and understands. Raises as :func:`probe`."""
+    return await probe(
+        http,
+        target.address,
+        model=target.model,
+        api_key=target.api_key,
+        route=target.route,
+        fixed_length=fixed_length,
+        extra={} if target.temperature is None else {"temperature": target.temperature},
+        timeout_s=target.timeout_s,
     )
 
 

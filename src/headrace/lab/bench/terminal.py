@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 _COLOURS = {"better": "green", "worse": "red", "no evidence": "dim"}
 
 
-class TerminalView:
-    """Progress on ``console`` (standard error): a moving bar where a person looks, one line a stage else."""
+class Bar:
+    """A moving bar on ``console`` where a person looks; elsewhere nothing."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._console = console
+        self._seen = console.is_terminal
         self._progress = Progress(
             TextColumn("{task.fields[label]}"),
             BarColumn(bar_width=24),
@@ -34,27 +34,37 @@ class TerminalView:
         )
         self._task = self._progress.add_task("", total=1.0, label="", news="", visible=False)
 
+    def show(self, completed: float, label: str, news: str) -> None:
+        """Redraw. ``completed``: from 0 to 1."""
+        if self._seen:
+            self._progress.start()
+            self._progress.update(self._task, completed=completed, label=label, news=news, visible=True)
+            self._progress.refresh()
+
+    def hide(self) -> None:
+        """It is gone until it is shown again."""
+        if self._seen:
+            self._progress.update(self._task, visible=False)
+            self._progress.stop()
+
+
+class TerminalView:
+    """Progress on ``console`` (standard error): a moving bar where a person looks, one line a stage else."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Bar(console)
+
     def running(self, load: Load) -> None:
         """Redraw."""
-        if not self._console.is_terminal:
-            return
-        self._progress.start()
         failed = f" · {load.failed} failed" if load.failed else ""
         phase = "warming up · " if load.now() < load.begin_s else ""
-        self._progress.update(
-            self._task,
-            completed=load.progress,
-            label=load.stage.label,
-            news=f"{phase}{load.in_flight} under way · {load.done} done{failed}",
-            visible=True,
-        )
-        self._progress.refresh()
+        news = f"{phase}{load.in_flight} under way · {load.done} done{failed}"
+        self._bar.show(load.progress, load.stage.label, news)
 
     def finished(self, result: StageResult) -> None:
         """One line of what came out."""
-        if self._console.is_terminal:
-            self._progress.update(self._task, visible=False)
-            self._progress.stop()
+        self._bar.hide()
         cells = dict(zip(table.COLUMNS, table.row(result), strict=True))
         failed = f" · {cells['failed']} failed" if cells["failed"] != "0" else ""
         self._console.print(

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ConfigError
+from headrace.lab.compress.format_names import Layout, Rounding, Target
 from headrace.lab.compress.formats import check_format, write_checkpoint
 from headrace.lab.compress.formats.gguf_blocks import block_type
-from headrace.lab.compress.formats.layouts import Layout, check_layout
+from headrace.lab.compress.formats.layouts import check_layout
 from headrace.lab.compress.formats.write import FloatType
 from headrace.lab.compress.quantized import QuantizedLinear, Scheme
 from headrace.model import store
@@ -22,21 +23,6 @@ from headrace.model.checkpoint import Checkpoint, Dense, as_float32
 from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights import open_checkpoint
 from headrace.model.weights.tensor_shapes import expected_shapes
-
-Target = Literal[
-    "compressed-tensors",
-    "gptq",
-    "gptq-v2",
-    "awq",
-    "gguf-q4_0",
-    "gguf-q4_1",
-    "gguf-q8_0",
-    "gguf-f16",
-    "bf16",
-    "f16",
-    "f32",
-]
-Rounding = Literal["int4", "int8", "w8a8", "fp8"]
 
 _FLOATS: dict[str, FloatType] = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _GGUF: dict[str, Scheme | None] = {

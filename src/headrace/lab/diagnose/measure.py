@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from headrace.lab.bench import process_watch
-from headrace.lab.bench.endpoint import Endpoint, EndpointError, base_url, probe
+from headrace.lab.bench.endpoint import Endpoint, EndpointError, base_url
 from headrace.lab.bench.lengths import Lengths
 from headrace.lab.bench.metrics import StageResult
-from headrace.lab.bench.run import Target, ctrl_c, open_http
+from headrace.lab.bench.run import Target, ctrl_c, open_http, probe_target
 from headrace.lab.bench.session import Plan, Session, View
 from headrace.lab.bench.synthetic import Calibration, Synthetic, calibrate
 from headrace.lab.bench.workload import Listed, Workload
@@ -64,15 +64,7 @@ async def measure(
     Raises HeadraceError if the endpoint can't be loaded at all, or answers nothing in the whole time.
     """
     async with open_http(target) as http:
-        endpoint = await probe(
-            http,
-            target.address,
-            model=target.model,
-            api_key=target.api_key,
-            route=target.route,
-            extra={} if target.temperature is None else {"temperature": target.temperature},
-            timeout_s=target.timeout_s,
-        )
+        endpoint = await probe_target(http, target)
         pid = target.server_pid or _local_pid(target.address)
         found = Measurements(
             target=target.name,

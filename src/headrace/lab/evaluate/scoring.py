@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +13,9 @@ from headrace.backend import open_runner
 from headrace.backend.batch import BLOCK_SIZE, Batch, Float32, SamplingTable
 from headrace.backend.kv_format import KVCacheDtype
 from headrace.backend.runner import Runner, RunnerSettings
+from headrace.closing import Closing
 from headrace.errors import ContextLengthError, GenerationError, InvalidRequestError
 from headrace.model.weights import open_checkpoint
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _CHUNK_LOGITS = 2**22  # logits computed at a time: 16 MiB of float32, whatever the vocabulary
 _MIN_ROWS, _MAX_ROWS = 8, 128
@@ -32,7 +29,7 @@ class LogitsRunner(Runner, Protocol):
         ...
 
 
-class Scorer:
+class Scorer(Closing):
     """Scores one sequence at a time on a runner of its own. Close it when done.
 
     ``max_tokens``: the longest sequence that it can score.
@@ -101,17 +98,6 @@ class Scorer:
     def close(self) -> None:
         """Release the model."""
         self.runner.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _check(self, token_ids: Sequence[int]) -> None:
         if not token_ids or not all(0 <= token < self.vocab_size for token in token_ids):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.lab.bench.load import Load
 from headrace.lab.bench.table import duration
-from headrace.lab.bench.terminal import show_comparison
+from headrace.lab.bench.terminal import Bar, show_comparison
 from headrace.lab.tune import outcome as told
 from headrace.lab.tune.accuracy import Judged
 from headrace.lab.tune.measurement import Trial
@@ -27,22 +27,12 @@ class TerminalView:
     """Progress on ``console`` (standard error); ``goal`` is what a trial's value is."""
 
     def __init__(self, console: Console, goal: str) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
         self._console = console
+        self._bar = Bar(console)
         self._goal = goal
         self._search: Search | None = None
         self._end: float | None = None
         self._label = ""
-        self._progress = Progress(
-            TextColumn("{task.fields[label]}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[news]}", style="dim"),
-            console=console,
-            transient=True,
-            auto_refresh=False,
-        )
-        self._task = self._progress.add_task("", total=1.0, label="", news="", visible=False)
 
     def judged(self, judged: Judged) -> None:
         """One line."""
@@ -63,7 +53,7 @@ class TerminalView:
         """The bar's label."""
         assert self._search is not None
         self._label = f"#{number} {_cut(changes(self._search.dimensions, config))}"
-        self._show(0.0, "starting the server")
+        self._bar.show(0.0, self._label, "starting the server")
 
     def running(self, load: Load) -> None:
         """Redraw."""
@@ -72,11 +62,11 @@ class TerminalView:
         if self._end is not None:
             left_s = max(self._end - time.monotonic(), 0.0)
             news.append(f"{int(left_s // 60)}:{int(left_s % 60):02} left")
-        self._show(load.progress, " · ".join(news))
+        self._bar.show(load.progress, self._label, " · ".join(news))
 
     def finished(self, trial: Trial, best: Trial | None) -> None:
         """One line of what came out."""
-        self._hide()
+        self._bar.hide()
         assert self._search is not None
         name = changes(self._search.dimensions, trial.config)
         found = trial.measurement
@@ -99,24 +89,13 @@ class TerminalView:
 
     def confirming(self, what: str) -> None:
         """One line, and the bar's label."""
-        self._hide()
+        self._bar.hide()
         self._label = f"measured again: {what}"
         self._say(self._label)
 
     def close(self) -> None:
         """The bar is gone."""
-        self._hide()
-
-    def _show(self, completed: float, news: str) -> None:
-        if self._console.is_terminal:
-            self._progress.start()
-            self._progress.update(self._task, completed=completed, label=self._label, news=news, visible=True)
-            self._progress.refresh()
-
-    def _hide(self) -> None:
-        if self._console.is_terminal:
-            self._progress.update(self._task, visible=False)
-            self._progress.stop()
+        self._bar.hide()
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)

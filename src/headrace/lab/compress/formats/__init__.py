@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from headrace.lab.compress.formats.write import FORMATS, Format, check_format, write_checkpoint
+from headrace.lab.compress.formats.write import FORMATS, check_format, write_checkpoint
 
-__all__ = ["FORMATS", "Format", "check_format", "write_checkpoint"]
+__all__ = ["FORMATS", "check_format", "write_checkpoint"]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ConfigError
+from headrace.lab.compress.format_names import Layout
 from headrace.lab.compress.quantized import QuantizedLinear, Scheme
 from headrace.model.weights.int32_codes import pack, pack_awq
 
-Layout = Literal["compressed-tensors", "gptq", "gptq-v2", "awq"]
 Parts = dict[str, NDArray[Any]]
 """Tensors by the last part of their names."""
 

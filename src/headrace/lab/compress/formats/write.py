@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ConfigError
+from headrace.lab.compress.format_names import Format, Layout
 from headrace.lab.compress.formats.config_json import config_of
 from headrace.lab.compress.formats.gguf_blocks import (
     Encoded,
@@ -26,12 +27,7 @@ from headrace.lab.compress.formats.gguf_blocks import (
 from headrace.lab.compress.formats.gguf_file import GGUFWriter
 from headrace.lab.compress.formats.gguf_metadata import architecture_metadata, rope_factors
 from headrace.lab.compress.formats.gguf_tokens import tokenizer_metadata
-from headrace.lab.compress.formats.layouts import (
-    Layout,
-    check_layout,
-    parts_of,
-    quantization_config,
-)
+from headrace.lab.compress.formats.layouts import check_layout, parts_of, quantization_config
 from headrace.lab.compress.formats.publish import published
 from headrace.lab.compress.formats.shards import SHARD_BYTES, Shards
 from headrace.lab.compress.formats.side_files import side_files, token_ids
@@ -44,9 +40,7 @@ from headrace.model.weights.gguf_names import gguf_name
 from headrace.model.weights.safetensors import hf_name
 from headrace.model.weights.tensor_shapes import expected_shapes
 
-Format = Literal["compressed-tensors", "gptq", "gptq-v2", "awq", "gguf", "float"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-"""What can be written. ``gptq``: version 1 if all weights are symmetric, else 2. ``float``: safetensors."""
 
 FloatType = Literal["bfloat16", "float16", "float32"]
 Tensors = Mapping[str, QuantizedLinear | Dense]
