@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from small_engines import request, run, small_engine, tokens
+from small_engines import Clock, request, run, small_engine, tokens
 
 from headrace.backend.batch import Batch, Float32, StepResult
-from headrace.backend.simulated import SimulatedRunner
+from headrace.backend.simulated import Latency, SimulatedRunner
 from headrace.engine.build import check_scheduler_config
 from headrace.engine.config import SchedulerConfig, SpeculativeConfig
 from headrace.engine.request import EngineRequest
@@ -174,10 +174,12 @@ class Random(SimulatedRunner):
 def test_drafting_stops_where_it_loses() -> None:
     """Every repeated pair of tokens cost a step of eight rows for nothing."""
     config = SpeculativeConfig(num_speculative_tokens=8, prompt_lookup_min=1)
-    engine = small_engine(runner=Random, max_model_len=2000, speculative=config)
+    engine = small_engine(
+        runner=Random, max_model_len=2000, speculative=config, clock=Clock(), latency=Latency(0.004, 0.0006)
+    )
     run(engine, [request("r", tokens(200, 1), max_tokens=900, ignore_eos=True)])
     stats = engine.stats()
-    assert 0 < stats.draft_tokens < 300
+    assert 0 < stats.draft_tokens < 100
     assert stats.num_steps > 870
 
 
@@ -188,9 +190,8 @@ def test_the_length_follows_acceptance_and_load() -> None:
     sure, doubtful = Acceptance(100, 98), Acceptance(100, 50)
 
     def length(acceptance: Acceptance, sequences: int, draft_cost: StepCost | None = None) -> int:
-        others = [0.0] * (sequences - 1)
-        rates = [acceptance.rate, *others]
-        lengths, saved_s = best_lengths(rates, [16] + [0] * (sequences - 1), cost, draft_cost)
+        chances: list[list[float]] = [[acceptance.rate] * 16] + [[] for _ in range(sequences - 1)]
+        lengths, saved_s = best_lengths(chances, cost, draft_cost)
         assert (saved_s > 0) == (lengths[0] > 0)
         return lengths[0]
 

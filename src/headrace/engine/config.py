@@ -64,11 +64,11 @@ class SpeculativeConfig:
     """
 
     method: Literal["ngram", "draft_model"] = "ngram"
-    num_speculative_tokens: int = 8
+    num_speculative_tokens: int = 16
     model: str | None = None
     quantization: Literal["int8", "int4"] | None = None
     kv_cache_memory_bytes: int | None = None
-    prompt_lookup_max: int = 8
+    prompt_lookup_max: int = 16
     prompt_lookup_min: int = 3
     adaptive: bool = True
 

@@ -15,6 +15,7 @@ from headrace.errors import ConfigError
 _KEPT = 0.85  # of what earlier drafts said about acceptance, at each new one
 _KEPT_OF_ALL = 0.98  # the same of all sequences' drafts together
 _PRIOR_TOKENS, _PRIOR_ACCEPTED = 2.0, 1.2  # what a sequence without drafts is taken for
+_LEAST_CHANCE = 0.05  # below which a token is not drafted, however little it seems to cost
 _PROBE_EVERY = 32  # drafts that did not pay, until the next one is tried all the same
 _PROBE_TOKENS = 2
 _PROBE_SHARE = 0.03  # of the time, at most, that trying again takes
@@ -25,7 +26,10 @@ _COUNTED_ON = (
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often drafted tokens were accepted, given that the ones before them were."""
+    """How often drafted tokens were accepted, given that the ones before them were.
+
+    Counted where a drafter cannot tell by itself (:meth:`Drafter.chances`).
+    """
 
     tokens: float = _PRIOR_TOKENS
     accepted: float = _PRIOR_ACCEPTED
@@ -44,34 +48,39 @@ class Acceptance:
 
 
 def best_lengths(
-    rates: list[float], limits: list[int], cost: StepCost, draft_cost: StepCost | None = None
+    chances: list[list[float]], cost: StepCost, draft_cost: StepCost | None = None
 ) -> tuple[list[int], float]:
-    """Draft lengths, up to ``limits``, that give a step's sequences the most tokens a second together.
+    """Draft lengths that give a step's sequences the most tokens a second together.
 
-    ``rates``: each one's chance of a drafted token. ``cost``: of the step, which takes one token of each in
-    any case. ``draft_cost``: of the small steps that make one drafted token each, of all sequences that want
-    it; None: drafts are free. Also returns the seconds that drafting saves for each token of the answers.
+    ``chances``: for each sequence, of each token of its longest draft, given that those before it are right.
+    ``cost``: of the step, which takes one token of each in any case. ``draft_cost``: of the small steps that
+    make one drafted token each, of all sequences that want it; None: drafts are free. Also returns the seconds
+    that drafting saves for each token of the answers.
     """
+    count = len(chances)
     if draft_cost is not None and not cost.is_measured:
-        return [0] * len(rates), 0.0  # the next step will tell what theirs compare with
-    step_s, token_s = cost.line(len(rates))
-    row_s = token_s + (draft_cost.line(len(rates))[1] if draft_cost else 0.0)
-    seconds, expected = step_s, float(len(rates))
+        return [0] * count, 0.0  # the next step will tell what theirs compare with
+    step_s, token_s = cost.line(count)
+    row_s = token_s + (draft_cost.line(count)[1] if draft_cost else 0.0)
+    seconds, expected = step_s, float(count)
     plain_speed = best_speed = expected / seconds
-    chances, lengths = [1.0] * len(rates), [0] * len(rates)
+    reached, lengths = [1.0] * count, [0] * count  # the chance that all of the draft so far is right
     best = lengths.copy()
-    for length in range(1, max(limits, default=0) + 1):
+    drafting = list(range(count))
+    while drafting:
         longer = []
-        for index, limit in enumerate(limits):
-            if limit >= length and lengths[index] == length - 1:
-                chances[index] *= rates[index]
-                if chances[index] > best_speed * row_s:
+        for index in drafting:
+            length = lengths[index]
+            if length < len(chances[index]):
+                reached[index] *= chances[index][length]
+                if reached[index] > max(best_speed * row_s, _LEAST_CHANCE):
                     longer.append(index)
         if not longer:
             break
         for index in longer:
-            lengths[index] = length
-            expected += chances[index]
+            lengths[index] += 1
+            expected += reached[index]
+        drafting = longer
         seconds += len(longer) * token_s + (draft_cost.line(len(longer))[0] if draft_cost else 0.0)
         if expected / seconds > best_speed:
             best, best_speed = lengths.copy(), expected / seconds
@@ -119,8 +128,10 @@ class Speculation:
                 forced[index], limits[index] = tokens[: limits[index]], 0
         if self.drafter.cost is None:
             drafts = self._allowed(sequences, self.drafter.propose(sequences, limits))
-            lengths = self._lengths(sequences, [len(draft) for draft in drafts])
-            drafts = [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
+            if self._config.adaptive and any(drafts):
+                chances = self._chances(sequences, list(map(len, drafts)))
+                lengths, _ = best_lengths(chances, self._cost)
+                drafts = [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
         else:
             lengths = self._lengths(sequences, limits)
             drafts = self._allowed(sequences, self.drafter.propose(sequences, lengths))
@@ -132,7 +143,7 @@ class Speculation:
 
     def note_draft(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """A step verified ``drafted`` tokens of ``seq`` and accepted the first ``accepted`` of them."""
-        if seq.rank not in self._forced:
+        if self.drafter.cost is not None and seq.rank not in self._forced:
             self._acceptance_of(seq).note(drafted, accepted)
             self._overall.note(drafted, accepted, _KEPT_OF_ALL)
             self._unverified = 0
@@ -162,22 +173,31 @@ class Speculation:
     def _acceptance_of(self, seq: Sequence) -> Acceptance:
         acceptance = self._acceptance.get(seq.rank)
         if acceptance is None:
-            acceptance = Acceptance()
-            if self.drafter.cost is not None:
-                # How good a model guesses is more its own affair than the sequence's, and to find that out
-                # again for each one would cost the same again.
-                acceptance.accepted = self._overall.rate * acceptance.tokens
-                acceptance.skipped = self._unverified
-            self._acceptance[seq.rank] = acceptance
+            # How good a model guesses is more its own affair than the sequence's, and to find that out again
+            # for each one would cost the same again.
+            acceptance = self._acceptance[seq.rank] = Acceptance()
+            acceptance.accepted = self._overall.rate * acceptance.tokens
+            acceptance.skipped = self._unverified
         return acceptance
 
+    def _chances(self, sequences: list[Sequence], limits: list[int]) -> list[list[float]]:
+        """Of each token of drafts as long as ``limits``: as the drafter says, or as they were accepted."""
+        found = []
+        for seq, limit in zip(sequences, limits, strict=True):
+            known = self.drafter.chances(seq, limit) if limit else []
+            found.append([self._acceptance_of(seq).rate] * limit if known is None else known)
+        return found
+
     def _lengths(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """The draft lengths that pay, and short ones to try again where none has paid for long."""
+        """What a drafter whose drafts cost time should make: the lengths that pay.
+
+        Where none has paid for long, short ones, to try again.
+        """
         if not self._config.adaptive:
             return limits
         acceptances = [self._acceptance_of(seq) for seq in sequences]
-        rates = [acceptance.rate for acceptance in acceptances]
-        lengths, saved_s = best_lengths(rates, limits, self._cost, self.drafter.cost)
+        chances = self._chances(sequences, limits)
+        lengths, saved_s = best_lengths(chances, self._cost, self.drafter.cost)
         for index, seq in enumerate(sequences):
             if lengths[index] and self.drafter.start_s(seq) > saved_s * _to_come(seq):
                 lengths[index] = 0
@@ -200,9 +220,8 @@ class Speculation:
         if self._unverified < _PROBE_EVERY:
             return False
         draft_cost = self.drafter.cost
-        if draft_cost is None:
-            return True
-        if not any(best_lengths([1.0] * len(limits), limits, self._cost, draft_cost)[0]):
+        assert draft_cost is not None
+        if not any(best_lengths([[1.0] * limit for limit in limits], self._cost, draft_cost)[0]):
             return False  # the best of guesses would not pay
         seconds = _PROBE_TOKENS * draft_cost.line(len(due))[0] + sum(map(self.drafter.start_s, due))
         return seconds <= _PROBE_SHARE * self._unverified * self._cost.line(len(limits))[0]
