@@ -10,20 +10,26 @@ _HASH_FACTOR = 0x9E3779B1
 
 _NEAR_BEFORE, _NEAR_AFTER = 8, 24  # tokens around the place where a copy was left that it may go on from
 _NEAR_FOR = 24  # tokens, since it was left, that it is looked for there
+_SURE = 2  # tokens that a match has to go on for, until what it says about edits counts
+_LONGEST_EDIT = 8  # tokens that were replaced, or came instead
+_REPLACED, _COPIED, _MOST_VOTES = 2, -1, 3  # what each says of whether a token is replaced the next time
 
-# What is known of a match: its length in steps, those of a copy's neighbourhood apart while they are short.
+# What is known of a token that a copy says comes next: the length of the match before it in steps, those of a
+# copy's neighbourhood apart while they are short, and what an edit puts there.
 _NEAR_LENGTHS = 3
-_LENGTHS = (1, 2, 3, 4, 6, 9, 16, 32)  # from which length on each further kind of match begins
-_KINDS = _NEAR_LENGTHS + len(_LENGTHS)
-_PRIOR = (0.5, 0.6, 0.7, 0.2, 0.3, 0.5, 0.6, 0.75, 0.85, 0.93, 0.97)
+_LENGTHS = (1, 2, 3, 4, 6, 9, 16, 32)  # from which length on each further kind begins
+_PRIOR = (0.4, 0.6, 0.7, 0.2, 0.3, 0.5, 0.6, 0.75, 0.85, 0.93, 0.97, 0.6)
+_EDIT = len(_PRIOR) - 1
 _PRIOR_TRIES = 4.0  # that a rate nobody has measured is worth
-_KEPT = 0.94  # of what earlier tokens said about a kind of match, at each new one
+_KEPT = 0.94  # of what earlier tokens said about a kind, at each new one
 
-_KIND_OF = [_NEAR_LENGTHS - 1 + sum(length >= least for least in _LENGTHS) for length in range(_LENGTHS[-1] + 1)]
+_KIND_OF = [
+    _NEAR_LENGTHS - 1 + sum(length >= least for least in _LENGTHS) for length in range(_LENGTHS[-1] + 1)
+]
 
 
 class HitRates:
-    """How often the token that a match says comes next did come, by kind of match.
+    """How often the token that was expected did come, by what was known of it.
 
     Every token of an answer is a try, whether it was drafted or not: what is not worth drafting is judged all
     the same, and nothing has to be verified to find out that it would pay. ``prior``: whose rates count until
@@ -32,16 +38,16 @@ class HitRates:
 
     def __init__(self, prior: HitRates | None = None) -> None:
         self._prior = prior
-        self._tries = [0.0] * _KINDS
-        self._hits = [0.0] * _KINDS
+        self._tries = [0.0] * len(_PRIOR)
+        self._hits = [0.0] * len(_PRIOR)
 
     def rate(self, kind: int) -> float:
-        """The chance that the next token is the one that a match of this kind says."""
+        """The chance of a token of this kind."""
         prior = _PRIOR[kind] if self._prior is None else self._prior.rate(kind)
         return (self._hits[kind] + _PRIOR_TRIES * prior) / (self._tries[kind] + _PRIOR_TRIES)
 
     def note(self, kind: int, hit: bool) -> None:
-        """It was, or was not."""
+        """It did come, or did not."""
         self._tries[kind] = _KEPT * self._tries[kind] + 1.0
         self._hits[kind] = _KEPT * self._hits[kind] + hit
         if self._prior is not None:
@@ -54,7 +60,9 @@ class NgramIndex:
     A copy is followed as long as it goes on. Where it is left (a word is replaced, left out or put in), it is
     looked for near that place first: there a single equal token says much, and none at all that one token was
     replaced by one. Else the longest match counts, of the last 32 occurrences the latest among equals, with
-    up to ``longest`` tokens compared and at least ``shortest`` equal.
+    up to ``longest`` tokens compared and at least ``shortest`` equal. What a copy puts in place of a token is
+    expected where the token comes again, as long as it is replaced more often than not: a name that is changed
+    once is changed everywhere.
 
     Positions whose ``shortest`` tokens have one hash are chained, the latest first, over the last 32768
     positions: constant time for a token, 4 bytes for it, and at most 256 KiB for the chains.
@@ -69,10 +77,16 @@ class NgramIndex:
         self._heads = array("i")  # latest position of each hash; -1 = none
         self._earlier = array("i")  # by position modulo its length: the one before with the same hash
         self._source = -1  # what stands there comes next, if the text goes on as it did then; -1 = no match
-        self._length = 0  # tokens before it that are equal
+        self._length = 0  # tokens before it that are equal, edits included
         self._is_near = False  # whether it was found near the place where the last copy was left
+        self._instead: list[int] = []  # what an edit still puts before the source
         self._left = -1  # the source of the last copy when it was left; -1 = never
         self._left_at = 0  # length of the text then
+        self._edits: dict[int, tuple[int, list[int]]] = {}  # by first token: how many go, what comes instead
+        self._votes: dict[int, int] = {}  # by first token: above 0 = replaced more often than not
+        self._found_at = 0  # length of the text when the source was found
+        self._is_new = False  # found near, and what was edited before it is not learnt yet
+        self._kinds: list[int] = []  # of the last continuation's tokens
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -93,87 +107,137 @@ class NgramIndex:
             self._heads[slot] = end
 
     def continuation(self, limit: int) -> list[int]:
-        """At most ``limit`` tokens that followed the best earlier match of the text's end."""
-        if limit <= 0:
-            return []
+        """At most ``limit`` tokens that may follow: those of the source, edited."""
         if self._source < 0:
             self._search()
-            if self._source < 0:
-                return []
-        source, count = self._source, len(self._tokens)
-        draft = self._tokens[source : source + limit].tolist()
-        period = count - source  # a text that repeats itself goes on repeating
-        while len(draft) < limit:
-            draft.append(draft[len(draft) - period])
+        draft: list[int] = []
+        self._kinds = []
+        tokens, count, source, instead = self._tokens, len(self._tokens), self._source, self._instead
+        while source >= 0 and len(draft) < limit:
+            kind = self._kind(self._length + len(draft))
+            if instead:
+                token, instead = instead[0], instead[1:]
+            elif source - count >= len(draft):
+                break
+            else:
+                # A text that repeats itself goes on repeating: its own continuation follows its end.
+                token = tokens[source] if source < count else draft[source - count]
+                edit = self._edit_of(token)
+                if edit is None:
+                    source += 1
+                else:
+                    kind, token, instead = _EDIT, edit[1][0], edit[1][1:]
+                    source += edit[0]
+            draft.append(token)
+            self._kinds.append(kind)
         return draft
 
     def chances(self, count: int) -> list[float]:
-        """Of each of the first ``count`` tokens of the continuation, given that those before it were right."""
-        length, last = self._length, len(_KIND_OF) - 1
-        rates: dict[int, float] = {}
-        found = []
-        for at in range(length, length + count):
-            kind = at if self._is_near and at < _NEAR_LENGTHS else _KIND_OF[min(at, last)]
-            if kind not in rates:
-                rates[kind] = self._rates.rate(kind)
-            found.append(rates[kind])
-        return found
+        """Of the first ``count`` tokens of the last continuation, each given that those before it are right."""
+        kinds = self._kinds[:count]
+        rates = {kind: self._rates.rate(kind) for kind in set(kinds)}
+        return [rates[kind] for kind in kinds]
+
+    def _kind(self, length: int) -> int:
+        if self._is_near and length < _NEAR_LENGTHS:
+            return length
+        return _KIND_OF[min(length, len(_KIND_OF) - 1)]
+
+    def _edit_of(self, token: int) -> tuple[int, list[int]] | None:
+        """What the text puts in place of a source's ``token``, if it is likely to."""
+        return self._edits[token] if token in self._edits and self._votes[token] > 0 else None
+
+    def _vote(self, token: int, vote: int) -> None:
+        votes = self._votes.get(token, 0) + vote
+        self._votes[token] = max(-_MOST_VOTES, min(votes, _MOST_VOTES))
 
     def _follow(self, start: int) -> None:
         """Compare the tokens from ``start`` on with those of the source."""
-        tokens, last = self._tokens, len(_KIND_OF) - 1
+        tokens = self._tokens
         for at in range(start, len(tokens)):
-            length = self._length
-            kind = length if self._is_near and length < _NEAR_LENGTHS else _KIND_OF[min(length, last)]
-            hit = tokens[at] == tokens[self._source]
-            self._rates.note(kind, hit)
-            if not hit:
-                self._left, self._left_at = self._source, at
-                self._source = -1
+            said, kind, edit, origin = tokens[at], self._kind(self._length), None, -1
+            if self._instead:
+                expected = self._instead[0]
+            elif self._source >= at:  # an edit went beyond the text
+                self._leave(at)
                 return
-            self._source += 1
+            else:
+                expected = origin = tokens[self._source]
+                edit = self._edit_of(origin)
+                if edit is not None:
+                    kind, expected = _EDIT, edit[1][0]
+            self._rates.note(kind, said == expected)
+            if said != expected and said != origin:
+                self._leave(at)
+                return
+            if self._instead:
+                del self._instead[0]
+            elif edit is not None and said == expected:
+                self._source += edit[0]
+                self._instead = edit[1][1:]
+                self._vote(origin, _REPLACED)
+            else:
+                self._source += 1
+                self._vote(origin, _COPIED)
             self._length += 1
+            if self._is_new and self._length >= _SURE:
+                self._learn(at + 1)
+
+    def _leave(self, at: int) -> None:
+        """The copy does not go on with the token at ``at``."""
+        if at - self._found_at >= _SURE:  # else it was none, and the one before is still looked for
+            self._left, self._left_at = self._source, at
+        self._source = -1
+        self._instead = []
+
+    def _learn(self, count: int) -> None:
+        """The copy that was left goes on: remember what stands in place of what."""
+        self._is_new = False
+        old, new = self._source - self._length, count - self._length
+        skipped, instead = old - self._left, self._tokens[self._left_at : new].tolist()
+        if 1 <= skipped <= _LONGEST_EDIT and 1 <= len(instead) <= _LONGEST_EDIT:
+            first = self._tokens[self._left]
+            self._edits[first] = skipped, instead
+            self._vote(first, _REPLACED)
 
     def _search(self) -> None:
         """Find a match of the text's end."""
+        tokens, count = self._tokens, len(self._tokens)
         best, best_length = self._near()
         is_near = best >= 0
-        tokens, count = self._tokens, len(self._tokens)
         at = self._heads[self._slot(count)] if count > self._shortest else -1
-        best_length = max(best_length, self._shortest - 1) if not is_near else best_length
         for _ in range(_LONGEST_WALK):
             if at < 0 or at <= count - len(self._earlier):
                 break
-            length = 0
-            while length < self._longest and length < at and tokens[at - 1 - length] == tokens[-1 - length]:
-                length += 1
-            if length > best_length and length >= self._shortest:
+            length = self._common(at)
+            if length >= self._shortest and length > best_length:
                 best, best_length, is_near = at, length, False
                 if length == self._longest:
                     break
             at = self._earlier[at % len(self._earlier)]
-        self._source, self._length, self._is_near = best, best_length, is_near
+        self._source, self._length, self._is_near, self._is_new = best, best_length, is_near, is_near
+        self._found_at = len(tokens)
 
     def _near(self) -> tuple[int, int]:
         """``(source, length)`` of the longest match near the place where a copy was left; (-1, 0) = none."""
-        tokens, count, left = self._tokens, len(self._tokens), self._left
+        count, left = len(self._tokens), self._left
         since = count - self._left_at
         if left < 0 or since > _NEAR_FOR:
             return -1, 0
         level = left + since  # as if tokens had been replaced one by one
-        best, best_length = -1, 0
-        if since == 1:
-            best = level
-        start, stop = max(1, left - _NEAR_BEFORE), min(count - 1, left + _NEAR_AFTER)
-        for at in range(start, stop + 1):
-            length = 0
-            while length < self._longest and length < at and tokens[at - 1 - length] == tokens[-1 - length]:
-                length += 1
-            if length > best_length or (
-                length == best_length and length and abs(at - level) < abs(best - level)
-            ):
+        best, best_length = (level if since == 1 and level < count else -1), 0
+        for at in range(max(1, left - _NEAR_BEFORE), min(count, left + _NEAR_AFTER)):
+            length = self._common(at)
+            if length > best_length or (length == best_length > 0 and abs(at - level) < abs(best - level)):
                 best, best_length = at, length
-        return (best, best_length) if best < count else (-1, 0)
+        return best, best_length
+
+    def _common(self, at: int) -> int:
+        """Tokens before ``at`` that are those at the text's end."""
+        tokens, length, most = self._tokens, 0, min(self._longest, at)
+        while length < most and tokens[at - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length
 
     def _resize(self) -> None:
         size = min(_WINDOW, max(256, 1 << (2 * len(self._tokens) - 1).bit_length()))
