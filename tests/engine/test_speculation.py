@@ -199,7 +199,7 @@ def test_the_length_follows_acceptance_and_load() -> None:
     assert 0 < length(doubtful, 1) < 6
     assert length(Acceptance(100, 5), 1) == 0
     assert length(doubtful, 64) == 0  # a full batch pays for every row
-    assert length(sure, 64) > 0
+    assert length(sure, 16) > 0
 
 
 def test_the_cost_of_a_token_is_learnt() -> None:

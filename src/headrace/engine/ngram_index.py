@@ -10,6 +10,7 @@ _HASH_FACTOR = 0x9E3779B1
 
 _NEAR_BEFORE, _NEAR_AFTER = 8, 24  # tokens around the place where a copy was left that it may go on from
 _NEAR_FOR = 24  # tokens, since it was left, that it is looked for there
+_LEAST_COPY = 6  # tokens, from which on equal ones are no chance
 _SURE = 2  # tokens that a match has to go on for, until what it says about edits counts
 _LONGEST_EDIT = 8  # tokens that were replaced, or came instead
 _REPLACED, _COPIED, _MOST_VOTES = 2, -1, 3  # what each says of whether a token is replaced the next time
@@ -18,7 +19,7 @@ _REPLACED, _COPIED, _MOST_VOTES = 2, -1, 3  # what each says of whether a token 
 # copy's neighbourhood apart while they are short, and what an edit puts there.
 _NEAR_LENGTHS = 3
 _LENGTHS = (1, 2, 3, 4, 6, 9, 16, 32)  # from which length on each further kind begins
-_PRIOR = (0.4, 0.6, 0.7, 0.2, 0.3, 0.5, 0.6, 0.75, 0.85, 0.93, 0.97, 0.6)
+_PRIOR = (0.4, 0.6, 0.7, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.92, 0.97, 0.6)
 _EDIT = len(_PRIOR) - 1
 _PRIOR_TRIES = 4.0  # that a rate nobody has measured is worth
 _KEPT = 0.94  # of what earlier tokens said about a kind, at each new one
@@ -82,6 +83,7 @@ class NgramIndex:
         self._instead: list[int] = []  # what an edit still puts before the source
         self._left = -1  # the source of the last copy when it was left; -1 = never
         self._left_at = 0  # length of the text then
+        self._left_length = 0  # of that copy, and of what it went on from
         self._edits: dict[int, tuple[int, list[int]]] = {}  # by first token: how many go, what comes instead
         self._votes: dict[int, int] = {}  # by first token: above 0 = replaced more often than not
         self._found_at = 0  # length of the text when the source was found
@@ -185,8 +187,10 @@ class NgramIndex:
 
     def _leave(self, at: int) -> None:
         """The copy does not go on with the token at ``at``."""
-        if at - self._found_at >= _SURE:  # else it was none, and the one before is still looked for
-            self._left, self._left_at = self._source, at
+        # Else it was none, and the one before is still looked for.
+        copied = self._length + (self._left_length if self._is_near else 0)
+        if copied >= _LEAST_COPY and at - self._found_at >= _SURE:
+            self._left, self._left_at, self._left_length = self._source, at, copied
         self._source = -1
         self._instead = []
 
@@ -226,10 +230,12 @@ class NgramIndex:
             return -1, 0
         level = left + since  # as if tokens had been replaced one by one
         best, best_length = (level if since == 1 and level < count else -1), 0
-        for at in range(max(1, left - _NEAR_BEFORE), min(count, left + _NEAR_AFTER)):
-            length = self._common(at)
-            if length > best_length or (length == best_length > 0 and abs(at - level) < abs(best - level)):
-                best, best_length = at, length
+        start, last = max(1, left - _NEAR_BEFORE), self._tokens[-1]
+        for at, token in enumerate(self._tokens[start - 1 : min(count, left + _NEAR_AFTER) - 1], start):
+            if token == last:
+                length = self._common(at)
+                if length > best_length or (length == best_length and abs(at - level) < abs(best - level)):
+                    best, best_length = at, length
         return best, best_length
 
     def _common(self, at: int) -> int:

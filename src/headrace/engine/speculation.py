@@ -16,6 +16,7 @@ _KEPT = 0.85  # of what earlier drafts said about acceptance, at each new one
 _KEPT_OF_ALL = 0.98  # the same of all sequences' drafts together
 _PRIOR_TOKENS, _PRIOR_ACCEPTED = 2.0, 1.2  # what a sequence without drafts is taken for
 _LEAST_CHANCE = 0.05  # below which a token is not drafted, however little it seems to cost
+_LEAST_GAIN = 0.02  # in tokens a second: chances and costs are estimates
 _PROBE_EVERY = 32  # drafts that did not pay, until the next one is tried all the same
 _PROBE_TOKENS = 2
 _PROBE_SHARE = 0.03  # of the time, at most, that trying again takes
@@ -60,31 +61,32 @@ def best_lengths(
     count = len(chances)
     if draft_cost is not None and not cost.is_measured:
         return [0] * count, 0.0  # the next step will tell what theirs compare with
-    step_s, token_s = cost.line(count)
-    row_s = token_s + (draft_cost.line(count)[1] if draft_cost else 0.0)
-    seconds, expected = step_s, float(count)
-    plain_speed = best_speed = expected / seconds
-    reached, lengths = [1.0] * count, [0] * count  # the chance that all of the draft so far is right
-    best = lengths.copy()
-    drafting = list(range(count))
-    while drafting:
-        longer = []
-        for index in drafting:
-            length = lengths[index]
-            if length < len(chances[index]):
-                reached[index] *= chances[index][length]
-                if reached[index] > max(best_speed * row_s, _LEAST_CHANCE):
-                    longer.append(index)
-        if not longer:
-            break
-        for index in longer:
-            lengths[index] += 1
-            expected += reached[index]
-        drafting = longer
-        seconds += len(longer) * token_s + (draft_cost.line(len(longer))[0] if draft_cost else 0.0)
-        if expected / seconds > best_speed:
-            best, best_speed = lengths.copy(), expected / seconds
-    return best, 1 / plain_speed - 1 / best_speed
+    tokens: list[tuple[float, int]] = []  # the chance that all of a draft up to a token is right, and whose
+    for index, each in enumerate(chances):
+        reached = 1.0
+        for chance in each:
+            reached *= chance
+            if reached < _LEAST_CHANCE:
+                break
+            tokens.append((reached, index))
+    tokens.sort(reverse=True)  # a draft's tokens keep their order: each is less likely than the one before
+    lengths, best = [0] * count, [0] * count
+    at_length: list[int] = []  # drafts of more tokens than so many
+    drafting_s, expected = 0.0, float(count)
+    plain_speed = expected / cost.seconds(count)
+    best_speed = plain_speed * (1 + _LEAST_GAIN)
+    for number, (reached, index) in enumerate(tokens, 1):
+        expected += reached
+        length, lengths[index] = lengths[index], lengths[index] + 1
+        if draft_cost is not None:
+            if length == len(at_length):
+                at_length.append(0)
+            at_length[length] += 1
+            drafting_s = sum(draft_cost.line(drafts)[0] for drafts in at_length)
+        speed = expected / (cost.seconds(count + number) + drafting_s)
+        if speed > best_speed:
+            best, best_speed = lengths.copy(), speed
+    return best, 1 / plain_speed - 1 / best_speed if any(best) else 0.0
 
 
 class Speculation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 _KEPT = 0.995  # of what steps of other sizes said, at each new step of decodes
 _MEAN_OF = 12.0  # steps of one size whose mean is kept, older ones fading
 _LEAST_WEIGHT = 0.05  # below which a size is forgotten
+_LINE_WEIGHT = 4.0  # steps of a size that say as much about it as all others do
 _PRIOR_SHARE = 0.15  # of a step's time that one more token costs, until steps of several sizes were seen
 _PRIOR_WEIGHT = 4.0
 
@@ -31,8 +32,8 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[int, list[float]] = {}  # by tokens: weight, mean seconds
-        self._fit = (0.0, 0.0, 1.0)  # mean tokens, mean seconds, seconds of a token more
+        self._sizes: dict[int, list[float]] = {}  # by tokens: weight and mean seconds
+        self._fit: tuple[float, float, float] | None = None  # made when it is asked for
         self._prompt_weight = self._prompt_tokens = self._prompt_seconds = 0.0  # weighted sums
         # Weighted means over steps with prompt tokens, of a token's context (in _CONTEXT_SCALE) and seconds.
         self._context = self._each_s = self._variance = self._covariance = 0.0
@@ -49,7 +50,8 @@ class StepCost:
             self._note_prompt(tokens, prompt_tokens, context_tokens, seconds)
             return
         if self._sizes:
-            seconds = min(seconds, _OUTLIER * self.line(tokens)[0])
+            expected = self._sizes[tokens][1] if tokens in self._sizes else self.line(tokens)[0]
+            seconds = min(seconds, _OUTLIER * expected)
         for size, kept in list(self._sizes.items()):
             kept[0] *= _KEPT
             if kept[0] < _LEAST_WEIGHT:
@@ -57,7 +59,7 @@ class StepCost:
         of_size = self._sizes.setdefault(tokens, [0.0, 0.0])
         of_size[0] = min(of_size[0] + 1.0, _MEAN_OF)
         of_size[1] += (seconds - of_size[1]) / of_size[0]
-        self._fit_line()
+        self._fit = None
 
     @property
     def is_measured(self) -> bool:
@@ -80,15 +82,21 @@ class StepCost:
         found = self._each_s + slope * (context / _CONTEXT_SCALE - self._context)
         return max(found, _LEAST_SHARE * self._each_s)  # contexts far from those that were seen
 
+    def seconds(self, tokens: int) -> float:
+        """Seconds of a step of so many tokens, as such steps have taken, or as others suggest."""
+        guess = self.line(tokens)[0]
+        weight, mean = self._sizes.get(tokens, (0.0, 0.0))
+        return (weight * mean + _LINE_WEIGHT * guess) / (weight + _LINE_WEIGHT)
+
     def line(self, tokens: int) -> tuple[float, float]:
         """Seconds of a step of so many tokens, and of each token more; only their ratio before any step."""
         if not self._sizes:
             return 1.0, _PRIOR_SHARE
-        mean_tokens, mean_seconds, slope = self._fit
+        mean_tokens, mean_seconds, slope = self._fit = self._fit or self._fit_line()
         return max(mean_seconds + slope * (tokens - mean_tokens), slope * tokens), slope
 
-    def _fit_line(self) -> None:
-        """Least squares over the sizes, each with its weight."""
+    def _fit_line(self) -> tuple[float, float, float]:
+        """Mean tokens, mean seconds, and seconds of a token more: least squares over the weighted sizes."""
         sizes = self._sizes.items()
         total = sum(kept[0] for _, kept in sizes)
         mean_tokens = sum(kept[0] * size for size, kept in sizes) / total
@@ -100,7 +108,7 @@ class StepCost:
             covariance += weight * off * (seconds - mean_seconds)
         each_s = mean_seconds / max(mean_tokens, 1.0)
         slope = (covariance + _PRIOR_WEIGHT * _PRIOR_SHARE * each_s) / (variance + _PRIOR_WEIGHT)
-        self._fit = mean_tokens, mean_seconds, min(max(slope, 0.0), each_s)
+        return mean_tokens, mean_seconds, min(max(slope, 0.0), each_s)
 
     def _note_prompt(self, tokens: int, prompt_tokens: int, context_tokens: float, seconds: float) -> None:
         beyond = seconds - (self.line(tokens)[0] if self._sizes else 0.0)
