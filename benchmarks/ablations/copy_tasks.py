@@ -98,9 +98,7 @@ class Task:
 
 TASKS = (
     Task("copy a text", f"Repeat the following text exactly, word for word:\n\n{LEDGER}", 160, True),
-    Task(
-        "copy code", f"{LONG}\n\nList the signature and the docstring of each method of this class.", 450
-    ),
+    Task("copy code", f"{LONG}\n\nList the signature and the docstring of each method of this class.", 450),
     Task(
         "edit code",
         "Rename the method `withdraw` to `take_out` in this code. Answer with the whole code.\n\n"

@@ -66,13 +66,14 @@ class NgramDrafter:
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """See :meth:`Drafter.propose`."""
-        drafts = []
+        drafts: list[list[int]] = []
         for seq, limit in zip(sequences, limits, strict=True):
+            if limit <= 0:
+                drafts.append([])
+                continue
             index = self._indexes.get(seq.rank)
             if index is None:
-                index = self._indexes[seq.rank] = NgramIndex(
-                    self._shortest, self._longest, self._rates
-                )
+                index = self._indexes[seq.rank] = NgramIndex(self._shortest, self._longest, self._rates)
             index.extend(seq.tokens(len(index), seq.num_tokens).tolist())
             drafts.append(index.continuation(limit))
         return drafts

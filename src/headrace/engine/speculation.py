@@ -17,6 +17,8 @@ _KEPT_OF_ALL = 0.98  # the same of all sequences' drafts together
 _PRIOR_TOKENS, _PRIOR_ACCEPTED = 2.0, 1.2  # what a sequence without drafts is taken for
 _LEAST_CHANCE = 0.05  # below which a token is not drafted, however little it seems to cost
 _LEAST_GAIN = 0.02  # in tokens a second: chances and costs are estimates
+_QUIET_AFTER = 8  # steps without a draft, from which on a look is taken in one step of so many:
+_LOOK_EVERY = 3
 _PROBE_EVERY = 32  # drafts that did not pay, until the next one is tried all the same
 _PROBE_TOKENS = 2
 _PROBE_SHARE = 0.03  # of the time, at most, that trying again takes
@@ -115,6 +117,9 @@ class Speculation:
         self._acceptance: dict[Rank, Acceptance] = {}
         self._overall = Acceptance()
         self._unverified = 0  # calls in a row of which no draft was verified
+        self._quiet: dict[
+            Rank, int
+        ] = {}  # steps since a sequence had a draft, of those whose drafts are free
         self._forced: set[Rank] = set()  # whose drafts in the step are no guesses
         self._cost = cost
         self._clock = clock
@@ -129,11 +134,7 @@ class Speculation:
                 # No guess: what the grammar leaves no choice about.
                 forced[index], limits[index] = tokens[: limits[index]], 0
         if self.drafter.cost is None:
-            drafts = self._allowed(sequences, self.drafter.propose(sequences, limits))
-            if self._config.adaptive and any(drafts):
-                chances = self._chances(sequences, list(map(len, drafts)))
-                lengths, _ = best_lengths(chances, self._cost)
-                drafts = [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
+            drafts = self._looked_up(sequences, limits)
         else:
             lengths = self._lengths(sequences, limits)
             drafts = self._allowed(sequences, self.drafter.propose(sequences, lengths))
@@ -160,10 +161,34 @@ class Speculation:
         """``seq`` has ended."""
         self.drafter.forget(seq)
         self._acceptance.pop(seq.rank, None)
+        self._quiet.pop(seq.rank, None)
 
     def close(self) -> None:
         """Release what the drafter holds. Closing twice is fine."""
         self.drafter.close()
+
+    def _looked_up(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        """What a drafter whose drafts are free guesses, as far as it pays to verify.
+
+        Even a look takes its time in steps of a few milliseconds: a sequence that had no draft lately is not
+        looked at in every step.
+        """
+        if not self._config.adaptive:
+            return self._allowed(sequences, self.drafter.propose(sequences, limits))
+        for index, seq in enumerate(sequences):
+            quiet = self._quiet[seq.rank] = self._quiet.get(seq.rank, 0) + 1
+            if quiet > _QUIET_AFTER and quiet % _LOOK_EVERY:
+                limits[index] = 0
+        if not any(limits):
+            return [[] for _ in sequences]
+        drafts = self._allowed(sequences, self.drafter.propose(sequences, limits))
+        if not any(drafts):
+            return drafts
+        lengths, _ = best_lengths(self._chances(sequences, list(map(len, drafts))), self._cost)
+        for seq, length in zip(sequences, lengths, strict=True):
+            if length:
+                self._quiet[seq.rank] = 0
+        return [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
 
     def _allowed(self, sequences: list[Sequence], drafts: list[list[int]]) -> list[list[int]]:
         """The drafts as far as the sequences' grammars allow them."""
