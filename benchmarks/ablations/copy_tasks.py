@@ -1,7 +1,7 @@
 """What speculation is measured on: answers that repeat much of their prompt, and some that repeat nothing.
 
-The small default model does not do all that it is asked (it lists a whole class where signatures are wanted, and
-quotes methods that nobody asked for), but each answer is of the kind that the task's name says.
+The small default model does not do all that it is asked: it lists a whole class where signatures are wanted,
+and quotes methods that nobody asked for. But each answer is of the kind that the task's name says.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ TASKS = (
     ),
     Task(
         "extract code",
-        f"```python\n{LONG}```\n\nQuote the methods `deposit`, `withdraw` and `statement` of this class, each "
-        "with its code, and say what it does.",
+        f"```python\n{LONG}```\n\nQuote the methods `deposit`, `withdraw` and `statement` of this class, "
+        "each with its code, and say what it does.",
         600,
     ),
     Task("a story", "Write a story about a lighthouse keeper who learns to cook.", 160, True),

@@ -1,8 +1,9 @@
 """Tokens a second with and without speculation, on tasks that copy and on some that do not.
 
 ``python benchmarks/ablations/speculation.py [--model smollm2-135m] [--runs 7] [--concurrency 1 4]``, and
-``--tasks "edit code" "a story"`` for some of those in ``copy_tasks.py``. Both engines are loaded at once and take turns, so that a busy moment of the machine hits both; medians are
-compared. Each run asks for the same tokens, and the script fails if the answers differ.
+``--tasks "edit code" "a story"`` for some of those in ``copy_tasks.py``. Both engines are loaded at once and
+take turns, so that a busy moment of the machine hits both; medians are compared. Each run asks for the same
+tokens, and the script fails if the answers differ.
 
 ``--padded 7``: a draft model and a target of seven times its layers, whose cost dominates. There is no such
 pair of trained models in the catalogue, so the target is the model itself with layers that add nothing to
@@ -156,7 +157,8 @@ def main() -> None:
                 accepted = after.draft_tokens_accepted - before.draft_tokens_accepted
                 share = f"{accepted / drafted:.0%} of {drafted}" if drafted else "none"
                 print(
-                    f"{task.name:15}{temperature:6.1f}{concurrency:9}{off:9.1f}{on:9.1f}{on / off:9.2f}  {share}",
+                    f"{task.name:15}{temperature:6.1f}{concurrency:9}{off:9.1f}{on:9.1f}{on / off:9.2f}"
+                    f"  {share}",
                     flush=True,
                 )
 

@@ -56,7 +56,7 @@ class SpeculativeConfig:
     """Speculative decoding, in vLLM's words: drafts are verified, so they never change an answer.
 
     ``ngram``: prompt lookup. Where the last tokens (at least ``prompt_lookup_min``, preferably
-    ``prompt_lookup_max``) have occurred before, what followed then is the draft.
+    ``prompt_lookup_max``) have occurred before, what followed then is the draft, with the edits made so far.
     ``draft_model``: what ``model``, any reference of the model store, would say greedily. It has the tokens
     of the model that it drafts for. ``quantization`` is as in :class:`ModelConfig`, and
     ``kv_cache_memory_bytes`` bounds its own KV pool (None: as many tokens as the other pool has).

@@ -25,7 +25,7 @@ class Drafter(Protocol):
         ...
 
     def chances(self, seq: Sequence, count: int) -> list[float] | None:
-        """Of each of the first ``count`` tokens of the draft for ``seq``, given that those before it are right.
+        """For each of the first ``count`` tokens of the draft for ``seq``, given that those before are right.
 
         None: it cannot tell, and what became of earlier drafts has to.
         """
@@ -47,8 +47,8 @@ class Drafter(Protocol):
 class NgramDrafter:
     """Prompt lookup: what followed the last tokens when they occurred before, in prompt or output.
 
-    What a match is, and which one counts, says :class:`NgramIndex`. How far it can be trusted follows from how
-    long it is and how often matches of that length were right in this sequence, and in others at first.
+    What a match is, and which one counts, says :class:`NgramIndex`. How far it can be trusted follows from
+    how long it is and how often matches of that length were right in this sequence, and in others at first.
     Sources: Saxena, "Prompt Lookup Decoding", 2023; chances by match length and measured frequencies as in
     SuffixDecoding (Oliaro et al., 2024); the index is that of LZ77 coders.
     """

@@ -59,11 +59,11 @@ class NgramIndex:
     """Where the n-grams of one growing text occur, and the place that it is copying from.
 
     A copy is followed as long as it goes on. Where it is left (a word is replaced, left out or put in), it is
-    looked for near that place first: there a single equal token says much, and none at all that one token was
-    replaced by one. Else the longest match counts, of the last 32 occurrences the latest among equals, with
-    up to ``longest`` tokens compared and at least ``shortest`` equal. What a copy puts in place of a token is
-    expected where the token comes again, as long as it is replaced more often than not: a name that is changed
-    once is changed everywhere.
+    looked for near that place: there a single equal token says much, and none at all may be a token that was
+    replaced by one. A longer match elsewhere counts more: the longest of the last 32 occurrences, the latest
+    among equals, with up to ``longest`` tokens compared and at least ``shortest`` equal. What a copy puts in
+    place of a token is expected where the token comes again, as long as it is replaced more often than not: a
+    name that is changed once is changed everywhere.
 
     Positions whose ``shortest`` tokens have one hash are chained, the latest first, over the last 32768
     positions: constant time for a token, 4 bytes for it, and at most 256 KiB for the chains.
@@ -135,7 +135,7 @@ class NgramIndex:
         return draft
 
     def chances(self, count: int) -> list[float]:
-        """Of the first ``count`` tokens of the last continuation, each given that those before it are right."""
+        """For the first ``count`` tokens of the last continuation, given that those before are right."""
         kinds = self._kinds[:count]
         rates = {kind: self._rates.rate(kind) for kind in set(kinds)}
         return [rates[kind] for kind in kinds]

@@ -18,12 +18,12 @@ class Pace:
     """Sizes steps by a target for the time between a sequence's tokens (TPOT), on average.
 
     What the decodes of a step leave of ``target_s`` is given to prompts, at the cost that a prompt token has
-    shown lately at such a context. Where a step leaves less than a few tokens are worth doing at a time, it is
-    saved for one of the next; what a step took too long is owed by the next. So the mean is kept even where
-    costs are estimated badly, and only a step of the fewest tokens may pass the target by itself. Without
-    decodes nobody is kept waiting and there is no bound. A target below 1.2 times what decodes take alone is
-    taken for that. The idea is that of Sarathi-Serve (Agrawal et al., OSDI 2024), where each step's budget is
-    fixed and profiled beforehand; saving up is deficit round robin (Shreedhar and Varghese, 1995).
+    shown lately at such a context. Where a step leaves less than the fewest tokens take that are worth doing
+    together, it is saved for the next; what a step took too long is owed by the next. So the mean is kept
+    even where costs are estimated badly, and only a step of the fewest tokens may pass the target by much.
+    Without decodes nobody is kept waiting and there is no bound. A target below 1.2 times what decodes take
+    alone is taken for that. The idea is that of Sarathi-Serve (Agrawal et al., OSDI 2024), where each step's
+    budget is fixed and profiled beforehand; saving up is deficit round robin (Shreedhar and Varghese, 1995).
     """
 
     def __init__(self, cost: StepCost, target_s: float | None) -> None:

@@ -90,7 +90,7 @@ class Scheduler:
         self._waiting = WaitingLine(config.priority_aging_s)
         self._running: list[Sequence] = []  # by rank
         self._in_flight = Share(0, 0)
-        self._last_end: float | None = None  # of the step before, if there was work left
+        self._last_end: float | None = None  # of the step before, if this one follows at once
         self._prompt_budget = config.max_num_batched_tokens  # of the last step that had room for any
         self._num_arrived = 0
         self._next_expiry = math.inf
@@ -197,13 +197,16 @@ class Scheduler:
             share.give(seq)
             self._waiting.computed(seq, seq.num_scheduled)
         self._in_flight = share
-        return assemble(share.scheduled, self._kv, self._rows) if share.scheduled else None
+        if share.scheduled:
+            return assemble(share.scheduled, self._kv, self._rows)
+        self._last_end = None
+        return None
 
     def commit(self, result: StepResult, now: float, seconds: float) -> list[EngineOutput]:
-        """Take in what the step sampled: extend sequences, publish computed blocks, end what is finished.
+        """Take in what the step sampled: extend sequences, publish computed blocks, end what is done.
 
-        ``seconds``: what the runner took for it. Those who wait for its tokens wait longer, from the end of the
-        step before, and that is what a step is taken to cost.
+        ``seconds``: what the runner took for it. Those who wait for its tokens wait longer, from the end of
+        the step before, and that is what a step is taken to cost.
         """
         share, self._in_flight = self._in_flight, Share(0, 0)
         if self._last_end is not None:

@@ -55,7 +55,7 @@ def best_lengths(
 ) -> tuple[list[int], float]:
     """Draft lengths that give a step's sequences the most tokens a second together.
 
-    ``chances``: for each sequence, of each token of its longest draft, given that those before it are right.
+    ``chances``: of each token of each longest draft, given that those before it are right.
     ``cost``: of the step, which takes one token of each in any case. ``draft_cost``: of the small steps that
     make one drafted token each, of all sequences that want it; None: drafts are free. Also returns the seconds
     that drafting saves for each token of the answers.

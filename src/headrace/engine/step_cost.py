@@ -25,10 +25,11 @@ class StepCost:
     """Seconds of a step, in two parts that are measured apart.
 
     A few decoded or drafted tokens: a line, fitted to steps that had nothing else. There a step mostly reads
-    weights, and one token more is cheap. Each size of step keeps a mean of its own, so that a long run of equal
-    steps does not wipe out what is known of others.
-    Prompt tokens: what a step with them took beyond that line, for each token, and for each token of context
-    that it attends to: the end of a long prompt costs more than its beginning.
+    weights, and one token more is cheap. Each size of step keeps a mean of its own, so that a long run of
+    equal steps does not wipe out what is known of others.
+
+    Prompt tokens: what a step with them took beyond that line, for each of them, and more the longer the
+    context that they attend to: the end of a long prompt costs more than its beginning.
     """
 
     def __init__(self) -> None:
