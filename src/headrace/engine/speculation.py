@@ -57,8 +57,8 @@ def best_lengths(
 
     ``chances``: of each token of each longest draft, given that those before it are right.
     ``cost``: of the step, which takes one token of each in any case. ``draft_cost``: of the small steps that
-    make one drafted token each, of all sequences that want it; None: drafts are free. Also returns the seconds
-    that drafting saves for each token of the answers.
+    make one drafted token each, of all sequences that want it; None: drafts are free. Also returns the
+    seconds that drafting saves for each token of the answers.
     """
     count = len(chances)
     if draft_cost is not None and not cost.is_measured:
