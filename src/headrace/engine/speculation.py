@@ -18,7 +18,7 @@ _PRIOR_TOKENS, _PRIOR_ACCEPTED = 2.0, 1.2  # what a sequence without drafts is t
 _LEAST_CHANCE = 0.05  # below which a token is not drafted, however little it seems to cost
 _LEAST_GAIN = 0.02  # in tokens a second: chances and costs are estimates
 _QUIET_AFTER = 8  # steps without a draft, from which on a look is taken in one step of so many:
-_LOOK_EVERY = 3
+_LOOK_EVERY = 3  # or as many as sequences share it
 _PROBE_EVERY = 32  # drafts that did not pay, until the next one is tried all the same
 _PROBE_TOKENS = 2
 _PROBE_SHARE = 0.03  # of the time, at most, that trying again takes
@@ -175,9 +175,10 @@ class Speculation:
         """
         if not self._config.adaptive:
             return self._allowed(sequences, self.drafter.propose(sequences, limits))
+        every = max(_LOOK_EVERY, len(sequences))  # about one look a step, however many they are
         for index, seq in enumerate(sequences):
             quiet = self._quiet[seq.rank] = self._quiet.get(seq.rank, 0) + 1
-            if quiet > _QUIET_AFTER and quiet % _LOOK_EVERY:
+            if quiet > _QUIET_AFTER and (quiet + index) % every:
                 limits[index] = 0
         if not any(limits):
             return [[] for _ in sequences]
