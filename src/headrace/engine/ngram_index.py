@@ -32,9 +32,9 @@ _KIND_OF = [
 class HitRates:
     """How often the token that was expected did come, by what was known of it.
 
-    Every token that was expected is a try, whether it was drafted or not: what is not worth drafting is judged all
-    the same, and nothing has to be verified to find out that it would pay. ``prior``: whose rates count until
-    there are own ones.
+    Every token that was expected is a try, drafted or not: what is not worth drafting is judged
+    all the same, and nothing has to be verified to find out that it would pay. ``prior``: whose rates count
+    until there are own ones.
     """
 
     def __init__(self, prior: HitRates | None = None) -> None:
