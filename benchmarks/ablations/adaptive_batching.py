@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--chats", type=int, default=4)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two long prompts")
-    parser.add_argument("--factor", type=float, default=1.4, help="target over undisturbed time per token")
+    parser.add_argument("--factor", type=float, default=1.2, help="target over undisturbed time per token")
     arguments = parser.parse_args()
 
     quiet = measured(arguments, None, False, min(arguments.seconds, 10.0))

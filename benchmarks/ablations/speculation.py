@@ -1,8 +1,9 @@
-"""Tokens a second with and without speculation, on a task that copies and on one that does not.
+"""Tokens a second with and without speculation, on tasks that copy and on some that do not.
 
-``python benchmarks/ablations/speculation.py [--model smollm2-135m] [--runs 7] [--concurrency 1 4]``. Both
-engines are loaded at once and take turns, so that a busy moment of the machine hits both; medians are
-compared. Each run asks for the same tokens, and the script fails if the answers differ.
+``python benchmarks/ablations/speculation.py [--model smollm2-135m] [--runs 7] [--concurrency 1 4]``, and
+``--tasks "edit code" "a story"`` for some of those in ``copy_tasks.py``. Both engines are loaded at once and
+take turns, so that a busy moment of the machine hits both; medians are compared. Each run asks for the same
+tokens, and the script fails if the answers differ.
 
 ``--padded 7``: a draft model and a target of seven times its layers, whose cost dominates. There is no such
 pair of trained models in the catalogue, so the target is the model itself with layers that add nothing to
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from copy_tasks import TASKS
 
 from headrace import LLM, SamplingParams
 from headrace.backend import open_runner
@@ -39,18 +41,6 @@ from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights import open_checkpoint
 
 MAX_MODEL_LEN = 2048
-
-LEDGER = """The harbour master keeps a ledger of every vessel that enters the bay. Each entry names
-the ship, its captain, the port it sailed from and the cargo it carries. On the third of May the
-brig Adelaide arrived from Lisbon with cork, salt and oranges under Captain Moreira. On the fifth
-the schooner Wren came in from Bergen with dried cod and timber under Captain Solheim. On the ninth
-the barque Constance put in for repairs after losing her foremast in a gale off Ushant. Her cargo of
-Baltic hemp was dry, and she sailed again on the fourteenth."""
-
-TASKS = {
-    "copies": f"Repeat the following text exactly, word for word:\n\n{LEDGER}",
-    "does not copy": "Write a story about a lighthouse keeper who learns to cook.",
-}
 
 
 class Padded:
@@ -114,9 +104,9 @@ def padded_pair(path: Path, times: int, config: dict[str, Any] | None) -> LLM:
     return LLM.from_frontend(Frontend(ThreadClient(engine), load_tokenizer(path), "padded"), scheduler)
 
 
-def tokens_per_second(llm: LLM, task: str, params: SamplingParams, concurrency: int) -> tuple[float, Any]:
+def tokens_per_second(llm: LLM, prompt: str, params: SamplingParams, concurrency: int) -> tuple[float, Any]:
     """Output tokens of ``concurrency`` equal chats over the time that they take, and the answers."""
-    chats = [[{"role": "user", "content": task}]] * concurrency
+    chats = [[{"role": "user", "content": prompt}]] * concurrency
     start = time.perf_counter()
     answers = llm.chat(chats, params, use_tqdm=False)
     elapsed = time.perf_counter() - start
@@ -128,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--tasks", nargs="+", help="of: " + ", ".join(task.name for task in TASKS))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--config", type=json.loads, default={"method": "ngram"}, help="speculative_config")
@@ -144,17 +134,19 @@ def main() -> None:
         plain = LLM(arguments.model, **common)
         drafting = LLM(arguments.model, speculative_config=arguments.config, **common)
     print(f"{'task':15}{'temp.':>6}{'streams':>9}{'off':>9}{'on':>9}{'on/off':>9}{'accepted':>10}")
-    for name, task in TASKS.items():
+    for task in TASKS:
+        if arguments.tasks and task.name not in arguments.tasks:
+            continue
         for temperature in arguments.temperatures:
             for concurrency in arguments.concurrency:
                 params = SamplingParams(
-                    max_tokens=arguments.max_tokens, temperature=temperature, seed=1, ignore_eos=True
+                    max_tokens=task.max_tokens, temperature=temperature, seed=1, ignore_eos=task.to_the_end
                 )
                 before = drafting.stats()
                 speeds: dict[bool, list[float]] = {False: [], True: []}
                 for run in range(arguments.runs + 1):
-                    without, expected = tokens_per_second(plain, task, params, concurrency)
-                    with_drafts, ids = tokens_per_second(drafting, task, params, concurrency)
+                    without, expected = tokens_per_second(plain, task.prompt, params, concurrency)
+                    with_drafts, ids = tokens_per_second(drafting, task.prompt, params, concurrency)
                     assert ids == expected, "speculation changed an answer"
                     if run:  # the first one warms up
                         speeds[False].append(without)
@@ -165,7 +157,8 @@ def main() -> None:
                 accepted = after.draft_tokens_accepted - before.draft_tokens_accepted
                 share = f"{accepted / drafted:.0%} of {drafted}" if drafted else "none"
                 print(
-                    f"{name:15}{temperature:6.1f}{concurrency:9}{off:9.1f}{on:9.1f}{on / off:9.2f}  {share}",
+                    f"{task.name:15}{temperature:6.1f}{concurrency:9}{off:9.1f}{on:9.1f}{on / off:9.2f}"
+                    f"  {share}",
                     flush=True,
                 )
 

@@ -347,7 +347,7 @@ def test_lengths_count_what_drafting_costs() -> None:
         dear.note(count, 0.110 + 0.001 * count)
 
     def lengths(rates: list[float], draft_cost: StepCost | None) -> list[int]:
-        return best_lengths(rates, [8] * len(rates), cost, draft_cost)[0]
+        return best_lengths([[rate] * 8 for rate in rates], cost, draft_cost)[0]
 
     assert lengths([0.98], cheap) == [8]
     assert lengths([0.98], dear) == [0]
@@ -358,8 +358,8 @@ def test_lengths_count_what_drafting_costs() -> None:
     assert lengths([0.9, *[0.0] * 40], cheap)[0] < lengths([0.9], cheap)[0]
     assert lengths([0.9] * 40, cheap)[0] > 0
     # Before the first step nothing is known to compare with; what is free is worth it all the same.
-    assert best_lengths([0.9], [8], StepCost(), cheap) == ([0], 0.0)
-    assert best_lengths([0.9], [8], StepCost())[0] > [0]
+    assert best_lengths([[0.9] * 8], StepCost(), cheap) == ([0], 0.0)
+    assert best_lengths([[0.9] * 8], StepCost())[0] > [0]
 
 
 # Settings

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from small_engines import Answers, Clock, finish, request, run, small_engine, tokens
 
-from headrace.backend.simulated import Latency
+from headrace.backend.batch import Batch, StepResult
+from headrace.backend.simulated import Latency, SimulatedRunner
 from headrace.engine.build import check_scheduler_config
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.engine import Engine
@@ -59,19 +61,72 @@ def test_the_target_bounds_every_step(target_ms: float) -> None:
     engine.scheduler.abort_all()
 
 
+class Climbing(SimulatedRunner):
+    """Prompt tokens cost more the longer their context, as attention does, and three times what they did."""
+
+    def run(self, batch: Batch) -> StepResult:
+        counts = np.diff(batch.query_start)
+        beyond = ((counts - 1) * (1 + batch.context_len / 500)).sum()
+        self._sleep(0.020 + 0.001 * float(beyond))
+        return super().run(batch)
+
+
+@pytest.mark.parametrize("target_ms", [24.0, 27.0, 60.0])
+def test_the_mean_is_kept_whatever_prompts_cost(target_ms: float) -> None:
+    """At least 16 tokens of a prompt went into each step, whatever they took: twice the target."""
+    clock = Clock()
+    engine = small_engine(
+        runner=Climbing,
+        clock=clock,
+        max_model_len=2000,
+        num_blocks=1200,
+        max_num_batched_tokens=512,
+        tpot_target_ms=target_ms,
+    )
+    engine.add(request("chat", tokens(5, 1), max_tokens=1500, ignore_eos=True))
+    for _ in range(40):
+        engine.step()
+    for number in range(4):
+        engine.add(request(f"book{number}", tokens(1000, 100 + number), max_tokens=1))
+    means = []
+    for _ in range(6):
+        start = clock.now
+        for _ in range(60):
+            engine.step()
+        means.append((clock.now - start) / 60)
+    assert max(means) < 1.06 * target_ms / 1000, means
+    assert means[1] > 0.9 * target_ms / 1000, "what the target allows is used"
+    engine.scheduler.abort_all()
+
+
+def test_a_context_costs() -> None:
+    """The end of a long prompt was taken to cost what the beginning of another did."""
+    cost = StepCost()
+    for number in range(200):
+        start = 100 * (number % 20)
+        cost.note(4, 0.020)
+        mean = start + 7.5
+        cost.note(4, 0.020 + 16 * 0.001 * (1 + mean / 1000), prompt_tokens=16, context_tokens=16 * mean)
+    assert cost.prompt_token_s_at(0) == pytest.approx(0.001, rel=0.1)
+    assert cost.prompt_token_s_at(2000) == pytest.approx(0.003, rel=0.1)
+
+
 def test_prompts_move_under_an_impossible_target() -> None:
     """A target below a step's own cost would have starved every prompt."""
+    clock = Clock()
     engine = small_engine(
-        clock=Clock(), latency=LATENCY, max_model_len=2000, num_blocks=400, tpot_target_ms=1.0
+        clock=clock, latency=LATENCY, max_model_len=2000, num_blocks=400, tpot_target_ms=1.0
     )
     engine.add(request("chat", tokens(5, 1), max_tokens=300, ignore_eos=True))
     for _ in range(10):
         engine.step()
     engine.add(request("book", tokens(500, 2), max_tokens=1))
     answers = Answers()
-    for _ in range(45):
+    started = clock.now
+    for _ in range(130):
         answers.take(engine.step())
     assert answers["book", 0].finish_reason == "length"
+    assert clock.now - started < 130 * 0.021 * 1.25  # prompts get a fifth of the time that decodes take
     finish(engine, answers)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from small_engines import request, run, small_engine, tokens
+from small_engines import VOCAB, Clock, request, run, small_engine, tokens
 
 from headrace.backend.batch import Batch, Float32, StepResult
-from headrace.backend.simulated import SimulatedRunner
+from headrace.backend.simulated import Latency, SimulatedRunner
 from headrace.engine.build import check_scheduler_config
 from headrace.engine.config import SchedulerConfig, SpeculativeConfig
 from headrace.engine.request import EngineRequest
@@ -174,11 +174,84 @@ class Random(SimulatedRunner):
 def test_drafting_stops_where_it_loses() -> None:
     """Every repeated pair of tokens cost a step of eight rows for nothing."""
     config = SpeculativeConfig(num_speculative_tokens=8, prompt_lookup_min=1)
-    engine = small_engine(runner=Random, max_model_len=2000, speculative=config)
+    engine = small_engine(
+        runner=Random, max_model_len=2000, speculative=config, clock=Clock(), latency=Latency(0.004, 0.0006)
+    )
     run(engine, [request("r", tokens(200, 1), max_tokens=900, ignore_eos=True)])
     stats = engine.stats()
-    assert 0 < stats.draft_tokens < 300
+    assert 0 < stats.draft_tokens < 100
     assert stats.num_steps > 870
+
+
+class Copying(SimulatedRunner):
+    """Says its prompt again and again."""
+
+    length = 300
+
+    def logits(self, batch: Batch) -> Float32:
+        logits = np.full((len(batch.logit_rows), VOCAB), -9.0, np.float32)
+        owners = batch.query_start.searchsorted(batch.logit_rows, side="right") - 1
+        at = (batch.positions[batch.logit_rows] + 1) % self.length
+        slots = self._slots(batch, 0)[owners, at]
+        logits[np.arange(len(at)), self._slot_tokens[0][slots]] = 9.0
+        return logits
+
+
+def test_a_copy_soon_gets_the_longest_drafts() -> None:
+    """Lengths crept up by the step: a copy of a page was half over before drafts were long."""
+    config = SpeculativeConfig(num_speculative_tokens=16)
+    engine = small_engine(
+        runner=Copying, max_model_len=700, speculative=config, clock=Clock(), latency=Latency(0.004, 0.0006)
+    )
+    engine.add(request("r", tokens(300, 3), temperature=0.0, max_tokens=300, ignore_eos=True))
+    drafted = [0]
+    while engine.has_work:
+        engine.step()
+        drafted.append(engine.stats().draft_tokens)
+    lengths = np.diff(drafted).tolist()
+    assert 16 in lengths[:8], lengths
+    long = lengths[lengths.index(16) : -2]
+    assert sum(long) / len(long) > 15, lengths
+    assert engine.stats().num_steps < 30
+    assert engine.stats().draft_acceptance_rate > 0.9
+
+
+def test_a_silent_sequence_begins_to_draft_when_it_copies() -> None:
+    """What had not paid for long was tried again with two tokens at every 32nd chance."""
+
+    class Later(Copying):
+        """Talks at random for a while, then copies."""
+
+        def logits(self, batch: Batch) -> Float32:
+            late = batch.positions[batch.logit_rows] + 1 >= 600
+            return np.where(late[:, None], super().logits(batch), SimulatedRunner.logits(self, batch))
+
+    config = SpeculativeConfig(num_speculative_tokens=16)
+    engine = small_engine(
+        runner=Later, max_model_len=900, speculative=config, clock=Clock(), latency=Latency(0.004, 0.0006)
+    )
+    engine.add(request("r", tokens(300, 3), temperature=0.0, max_tokens=500, ignore_eos=True))
+    generated, longest = 0, 0
+    before = 0
+    while engine.has_work:
+        generated += sum(len(output.token_ids) for output in engine.step())
+        now = engine.stats().draft_tokens
+        if 300 < generated < 340:
+            longest = max(longest, now - before)
+        before = now
+    assert longest == 16
+
+
+def test_the_cost_of_sizes_is_kept_apart() -> None:
+    """After a long run of drafts of one length the cost of a step without one was forgotten."""
+    cost = StepCost()
+    for _ in range(10):
+        cost.note(1, 0.004)
+    for _ in range(100):
+        cost.note(17, 0.014)
+    assert cost.seconds(1) == pytest.approx(0.004, rel=0.1)
+    assert cost.seconds(17) == pytest.approx(0.014, rel=0.1)
+    assert 0.004 < cost.seconds(9) < 0.014
 
 
 def test_the_length_follows_acceptance_and_load() -> None:
@@ -188,9 +261,8 @@ def test_the_length_follows_acceptance_and_load() -> None:
     sure, doubtful = Acceptance(100, 98), Acceptance(100, 50)
 
     def length(acceptance: Acceptance, sequences: int, draft_cost: StepCost | None = None) -> int:
-        others = [0.0] * (sequences - 1)
-        rates = [acceptance.rate, *others]
-        lengths, saved_s = best_lengths(rates, [16] + [0] * (sequences - 1), cost, draft_cost)
+        chances: list[list[float]] = [[acceptance.rate] * 16] + [[] for _ in range(sequences - 1)]
+        lengths, saved_s = best_lengths(chances, cost, draft_cost)
         assert (saved_s > 0) == (lengths[0] > 0)
         return lengths[0]
 
@@ -198,7 +270,7 @@ def test_the_length_follows_acceptance_and_load() -> None:
     assert 0 < length(doubtful, 1) < 6
     assert length(Acceptance(100, 5), 1) == 0
     assert length(doubtful, 64) == 0  # a full batch pays for every row
-    assert length(sure, 64) > 0
+    assert length(sure, 16) > 0
 
 
 def test_the_cost_of_a_token_is_learnt() -> None:

@@ -146,7 +146,7 @@ async def test_drafts_in_the_metrics_and_several_tokens_in_a_chunk(frontend: Fro
     assert float(values['vllm:spec_decode_num_draft_tokens_total{model_name="small"}']) == drafted
     per_position = [
         float(values[f'headrace_draft_tokens_accepted_per_pos_total{{model_name="small",position="{at}"}}'])
-        for at in range(8)
+        for at in range(16)
     ]
     assert sum(per_position) == accepted
 

@@ -56,7 +56,7 @@ class SpeculativeConfig:
     """Speculative decoding, in vLLM's words: drafts are verified, so they never change an answer.
 
     ``ngram``: prompt lookup. Where the last tokens (at least ``prompt_lookup_min``, preferably
-    ``prompt_lookup_max``) have occurred before, what followed then is the draft.
+    ``prompt_lookup_max``) have occurred before, what followed then is the draft, with the edits made so far.
     ``draft_model``: what ``model``, any reference of the model store, would say greedily. It has the tokens
     of the model that it drafts for. ``quantization`` is as in :class:`ModelConfig`, and
     ``kv_cache_memory_bytes`` bounds its own KV pool (None: as many tokens as the other pool has).
@@ -64,11 +64,11 @@ class SpeculativeConfig:
     """
 
     method: Literal["ngram", "draft_model"] = "ngram"
-    num_speculative_tokens: int = 8
+    num_speculative_tokens: int = 16
     model: str | None = None
     quantization: Literal["int8", "int4"] | None = None
     kv_cache_memory_bytes: int | None = None
-    prompt_lookup_max: int = 8
+    prompt_lookup_max: int = 16
     prompt_lookup_min: int = 3
     adaptive: bool = True
 

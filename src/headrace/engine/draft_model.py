@@ -101,6 +101,10 @@ class DraftModel:
         self._draft(list(asked.values()))
         return [asked[seq.rank].draft if seq.rank in asked else [] for seq in sequences]
 
+    def chances(self, seq: Sequence, count: int) -> None:
+        """See :meth:`Drafter.chances`: what it thinks of its own guesses is not looked at."""
+        return None
+
     def start_s(self, seq: Sequence) -> float:
         """See :meth:`Drafter.start_s`."""
         shadow = self._shadows.get(seq.rank)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from headrace.backend.kv_format import KVCacheDtype, kv_block_bytes
 from headrace.backend.runner import RunnerSettings
 from headrace.engine.config import ModelConfig
@@ -56,11 +54,14 @@ def _needs(
     checkpoint: Checkpoint, quantization: str | None, settings: RunnerSettings
 ) -> tuple[int, int, int]:
     """Bytes of weights, of the KV pool, and of both with all else."""
-    from headrace.model.weights.safetensors import SafetensorsCheckpoint
-
     weights = weight_bytes(checkpoint.path)
-    if not (isinstance(checkpoint, SafetensorsCheckpoint) and checkpoint.quantised):  # that stays as it is
-        weights = int(weights * _NARROWED.get(quantization or "", 1.0))
+    if quantization is not None:
+        from headrace.model.weights.safetensors import SafetensorsCheckpoint
+
+        if not (
+            isinstance(checkpoint, SafetensorsCheckpoint) and checkpoint.quantised
+        ):  # that stays as it is
+            weights = int(weights * _NARROWED[quantization])
     sizes = group_block_bytes(checkpoint.architecture, settings.kv_cache_dtype)
     pool = sum(settings.blocks_of(group) * size for group, size in enumerate(sizes))
     return weights, pool, weights + pool + scratch_bytes(checkpoint.architecture, settings) + _FIXED_BYTES
@@ -89,7 +90,7 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
     ``cgroup`` is where the control group's files are: version 2, or a version 1 tree with ``memory/`` in it.
     """
-    available = int(psutil.virtual_memory().available)
+    available = _available_to_all()
     version_1 = cgroup / "memory"
     for limit, usage, stat in (
         (cgroup / "memory.max", cgroup / "memory.current", cgroup / "memory.stat"),
@@ -101,6 +102,17 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
             continue
         available = min(available, max(0, free))
     return available
+
+
+def _available_to_all() -> int:
+    """What the machine has. Linux says it in a file; a start does not wait for psutil's import there."""
+    try:
+        values = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024 * int(values["MemAvailable"].split()[0])
+    except (OSError, ValueError, KeyError):
+        import psutil
+
+        return int(psutil.virtual_memory().available)
 
 
 def _file_cache_bytes(stat: Path) -> int:

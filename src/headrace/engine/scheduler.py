@@ -89,8 +89,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingLine(config.priority_aging_s)
         self._running: list[Sequence] = []  # by rank
-        self._in_flight: list[Sequence] = []
-        self._tokens_in_flight = (0, 0)  # decoded and drafted ones, and those of prompts
+        self._in_flight = Share(0, 0)
+        self._last_end: float | None = None  # of the step before, if this one follows at once
         self._prompt_budget = config.max_num_batched_tokens  # of the last step that had room for any
         self._num_arrived = 0
         self._next_expiry = math.inf
@@ -184,37 +184,42 @@ class Scheduler:
             lacks_one = seq.num_tokens - seq.num_computed_tokens == 1 and not seq.lacks_prompt_logprobs
             (decodes if lacks_one else prompts).append(seq)
         share = Share(self._config.max_num_batched_tokens, self._spare_rows)
-        drafting_s = 0.0
         if self.speculation is not None and decodes:
-            drafting_s = -self.speculation.seconds
+            before_s = self.speculation.seconds
             share.spare_rows -= self._draft(self.speculation, decodes, share)
-            drafting_s += self.speculation.seconds
+            share.drafting_s = self.speculation.seconds - before_s
         share.give_decodes(decodes)
-        decoded = self._config.max_num_batched_tokens - share.budget
-        share.budget = left = self._pace.prompt_tokens(decoded, share.budget, spent_s=drafting_s)
-        self.step_budget = decoded + left
-        self._prompt_budget = left or self._prompt_budget
+        context = prompts[0].num_computed_tokens if prompts else 0
+        self._pace.limit(share, context)
+        self.step_budget = share.decode_tokens + share.budget
+        self._prompt_budget = share.budget or self._prompt_budget
         for seq in self._prompts_in_order(prompts, share, now):
             share.give(seq)
             self._waiting.computed(seq, seq.num_scheduled)
-        self._in_flight = share.scheduled
-        self._tokens_in_flight = decoded, left - share.budget
-        return assemble(share.scheduled, self._kv, self._rows) if share.scheduled else None
+        self._in_flight = share
+        if share.scheduled:
+            return assemble(share.scheduled, self._kv, self._rows)
+        self._last_end = None
+        return None
 
     def commit(self, result: StepResult, now: float, seconds: float) -> list[EngineOutput]:
-        """Take in what the step sampled: extend sequences, publish computed blocks, end what is finished.
+        """Take in what the step sampled: extend sequences, publish computed blocks, end what is done.
 
-        ``seconds``: what the runner took for it.
+        ``seconds``: what the runner took for it. Those who wait for its tokens wait longer, from the end of
+        the step before, and that is what a step is taken to cost.
         """
-        self._pace.note(*self._tokens_in_flight, seconds)
+        share, self._in_flight = self._in_flight, Share(0, 0)
+        if self._last_end is not None:
+            seconds = max(seconds, now - self._last_end - share.drafting_s)
+        self._pace.note(share, seconds)
         outcomes = StepOutcomes(result, self.max_model_len)
         outputs: list[EngineOutput] = []
-        for seq in self._in_flight:
+        for seq in share.scheduled:
             if self._whole:
                 outputs.append(self._report_vector(seq, outcomes.take_vector(seq), now))
             elif (output := self._report(seq, outcomes.take(seq), now)) is not None:
                 outputs.append(output)
-        self._in_flight = []
+        self._last_end = now if self._running else None
         return outputs
 
     # Inside

@@ -6,18 +6,23 @@ from headrace.engine.sequence import Sequence
 
 
 class Share:
-    """What a step has left to give: tokens, and logit rows beyond one a sequence."""
+    """What a step has left to give: tokens, and logit rows beyond one a sequence; and what it has given."""
 
     def __init__(self, budget: int, spare_rows: int) -> None:
         self.budget = budget
         self.spare_rows = spare_rows
         self.scheduled: list[Sequence] = []
+        self.decode_tokens = 0  # and drafted ones
+        self.prompt_tokens = 0
+        self.context_tokens = 0.0  # before each of the prompt tokens, summed over them
+        self.drafting_s = 0.0  # spent on drafts for the step
 
     def give_decodes(self, decodes: list[Sequence]) -> None:
         """Schedule sequences that lack only their last token, and its draft; there is room for all."""
         for seq in decodes:
             seq.num_scheduled = seq.num_logit_rows = count = 1 + seq.num_draft_tokens
-            self.budget -= count
+            self.decode_tokens += count
+        self.budget -= self.decode_tokens
         self.scheduled += decodes
 
     def give(self, seq: Sequence) -> None:
@@ -34,3 +39,5 @@ class Share:
         if count > 0:
             self.scheduled.append(seq)
             self.budget -= count
+            self.prompt_tokens += count
+            self.context_tokens += count * (seq.num_computed_tokens + (count - 1) / 2)

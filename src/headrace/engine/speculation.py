@@ -15,6 +15,10 @@ from headrace.errors import ConfigError
 _KEPT = 0.85  # of what earlier drafts said about acceptance, at each new one
 _KEPT_OF_ALL = 0.98  # the same of all sequences' drafts together
 _PRIOR_TOKENS, _PRIOR_ACCEPTED = 2.0, 1.2  # what a sequence without drafts is taken for
+_LEAST_CHANCE = 0.05  # below which a token is not drafted, however little it seems to cost
+_LEAST_GAIN = 0.02  # in tokens a second: chances and costs are estimates
+_QUIET_AFTER = 8  # steps without a draft, from which on a look is taken in one step of so many:
+_LOOK_EVERY = 3  # or as many as sequences share it
 _PROBE_EVERY = 32  # drafts that did not pay, until the next one is tried all the same
 _PROBE_TOKENS = 2
 _PROBE_SHARE = 0.03  # of the time, at most, that trying again takes
@@ -25,7 +29,10 @@ _COUNTED_ON = (
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often drafted tokens were accepted, given that the ones before them were."""
+    """How often drafted tokens were accepted, given that the ones before them were.
+
+    Counted where a drafter cannot tell by itself (:meth:`Drafter.chances`).
+    """
 
     tokens: float = _PRIOR_TOKENS
     accepted: float = _PRIOR_ACCEPTED
@@ -44,38 +51,44 @@ class Acceptance:
 
 
 def best_lengths(
-    rates: list[float], limits: list[int], cost: StepCost, draft_cost: StepCost | None = None
+    chances: list[list[float]], cost: StepCost, draft_cost: StepCost | None = None
 ) -> tuple[list[int], float]:
-    """Draft lengths, up to ``limits``, that give a step's sequences the most tokens a second together.
+    """Draft lengths that give a step's sequences the most tokens a second together.
 
-    ``rates``: each one's chance of a drafted token. ``cost``: of the step, which takes one token of each in
-    any case. ``draft_cost``: of the small steps that make one drafted token each, of all sequences that want
-    it; None: drafts are free. Also returns the seconds that drafting saves for each token of the answers.
+    ``chances``: of each token of each longest draft, given that those before it are right.
+    ``cost``: of the step, which takes one token of each in any case. ``draft_cost``: of the small steps that
+    make one drafted token each, of all sequences that want it; None: drafts are free. Also returns the
+    seconds that drafting saves for each token of the answers.
     """
+    count = len(chances)
     if draft_cost is not None and not cost.is_measured:
-        return [0] * len(rates), 0.0  # the next step will tell what theirs compare with
-    step_s, token_s = cost.line(len(rates))
-    row_s = token_s + (draft_cost.line(len(rates))[1] if draft_cost else 0.0)
-    seconds, expected = step_s, float(len(rates))
-    plain_speed = best_speed = expected / seconds
-    chances, lengths = [1.0] * len(rates), [0] * len(rates)
-    best = lengths.copy()
-    for length in range(1, max(limits, default=0) + 1):
-        longer = []
-        for index, limit in enumerate(limits):
-            if limit >= length and lengths[index] == length - 1:
-                chances[index] *= rates[index]
-                if chances[index] > best_speed * row_s:
-                    longer.append(index)
-        if not longer:
-            break
-        for index in longer:
-            lengths[index] = length
-            expected += chances[index]
-        seconds += len(longer) * token_s + (draft_cost.line(len(longer))[0] if draft_cost else 0.0)
-        if expected / seconds > best_speed:
-            best, best_speed = lengths.copy(), expected / seconds
-    return best, 1 / plain_speed - 1 / best_speed
+        return [0] * count, 0.0  # the next step will tell what theirs compare with
+    tokens: list[tuple[float, int]] = []  # the chance that all of a draft up to a token is right, and whose
+    for index, each in enumerate(chances):
+        reached = 1.0
+        for chance in each:
+            reached *= chance
+            if reached < _LEAST_CHANCE:
+                break
+            tokens.append((reached, index))
+    tokens.sort(reverse=True)  # a draft's tokens keep their order: each is less likely than the one before
+    lengths, best = [0] * count, [0] * count
+    at_length: list[int] = []  # drafts of more tokens than so many
+    drafting_s, expected = 0.0, float(count)
+    plain_speed = expected / cost.seconds(count)
+    best_speed = plain_speed * (1 + _LEAST_GAIN)
+    for number, (reached, index) in enumerate(tokens, 1):
+        expected += reached
+        length, lengths[index] = lengths[index], lengths[index] + 1
+        if draft_cost is not None:
+            if length == len(at_length):
+                at_length.append(0)
+            at_length[length] += 1
+            drafting_s = sum(draft_cost.line(drafts)[0] for drafts in at_length)
+        speed = expected / (cost.seconds(count + number) + drafting_s)
+        if speed > best_speed:
+            best, best_speed = lengths.copy(), speed
+    return best, 1 / plain_speed - 1 / best_speed if any(best) else 0.0
 
 
 class Speculation:
@@ -104,6 +117,9 @@ class Speculation:
         self._acceptance: dict[Rank, Acceptance] = {}
         self._overall = Acceptance()
         self._unverified = 0  # calls in a row of which no draft was verified
+        self._quiet: dict[
+            Rank, int
+        ] = {}  # steps since a sequence had a draft, of those whose drafts are free
         self._forced: set[Rank] = set()  # whose drafts in the step are no guesses
         self._cost = cost
         self._clock = clock
@@ -118,9 +134,7 @@ class Speculation:
                 # No guess: what the grammar leaves no choice about.
                 forced[index], limits[index] = tokens[: limits[index]], 0
         if self.drafter.cost is None:
-            drafts = self._allowed(sequences, self.drafter.propose(sequences, limits))
-            lengths = self._lengths(sequences, [len(draft) for draft in drafts])
-            drafts = [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
+            drafts = self._looked_up(sequences, limits)
         else:
             lengths = self._lengths(sequences, limits)
             drafts = self._allowed(sequences, self.drafter.propose(sequences, lengths))
@@ -132,7 +146,7 @@ class Speculation:
 
     def note_draft(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """A step verified ``drafted`` tokens of ``seq`` and accepted the first ``accepted`` of them."""
-        if seq.rank not in self._forced:
+        if self.drafter.cost is not None and seq.rank not in self._forced:
             self._acceptance_of(seq).note(drafted, accepted)
             self._overall.note(drafted, accepted, _KEPT_OF_ALL)
             self._unverified = 0
@@ -147,10 +161,35 @@ class Speculation:
         """``seq`` has ended."""
         self.drafter.forget(seq)
         self._acceptance.pop(seq.rank, None)
+        self._quiet.pop(seq.rank, None)
 
     def close(self) -> None:
         """Release what the drafter holds. Closing twice is fine."""
         self.drafter.close()
+
+    def _looked_up(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
+        """What a drafter whose drafts are free guesses, as far as it pays to verify.
+
+        Even a look takes its time in steps of a few milliseconds: a sequence that had no draft lately is not
+        looked at in every step.
+        """
+        if not self._config.adaptive:
+            return self._allowed(sequences, self.drafter.propose(sequences, limits))
+        every = max(_LOOK_EVERY, len(sequences))  # about one look a step, however many they are
+        for index, seq in enumerate(sequences):
+            quiet = self._quiet[seq.rank] = self._quiet.get(seq.rank, 0) + 1
+            if quiet > _QUIET_AFTER and (quiet + index) % every:
+                limits[index] = 0
+        if not any(limits):
+            return [[] for _ in sequences]
+        drafts = self._allowed(sequences, self.drafter.propose(sequences, limits))
+        if not any(drafts):
+            return drafts
+        lengths, _ = best_lengths(self._chances(sequences, list(map(len, drafts))), self._cost)
+        for seq, length in zip(sequences, lengths, strict=True):
+            if length:
+                self._quiet[seq.rank] = 0
+        return [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
 
     def _allowed(self, sequences: list[Sequence], drafts: list[list[int]]) -> list[list[int]]:
         """The drafts as far as the sequences' grammars allow them."""
@@ -162,22 +201,31 @@ class Speculation:
     def _acceptance_of(self, seq: Sequence) -> Acceptance:
         acceptance = self._acceptance.get(seq.rank)
         if acceptance is None:
-            acceptance = Acceptance()
-            if self.drafter.cost is not None:
-                # How good a model guesses is more its own affair than the sequence's, and to find that out
-                # again for each one would cost the same again.
-                acceptance.accepted = self._overall.rate * acceptance.tokens
-                acceptance.skipped = self._unverified
-            self._acceptance[seq.rank] = acceptance
+            # How good a model guesses is more its own affair than the sequence's, and to find that out again
+            # for each one would cost the same again.
+            acceptance = self._acceptance[seq.rank] = Acceptance()
+            acceptance.accepted = self._overall.rate * acceptance.tokens
+            acceptance.skipped = self._unverified
         return acceptance
 
+    def _chances(self, sequences: list[Sequence], limits: list[int]) -> list[list[float]]:
+        """Of each token of drafts as long as ``limits``: as the drafter says, or as they were accepted."""
+        found = []
+        for seq, limit in zip(sequences, limits, strict=True):
+            known = self.drafter.chances(seq, limit) if limit else []
+            found.append([self._acceptance_of(seq).rate] * limit if known is None else known)
+        return found
+
     def _lengths(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """The draft lengths that pay, and short ones to try again where none has paid for long."""
+        """What a drafter whose drafts cost time should make: the lengths that pay.
+
+        Where none has paid for long, short ones, to try again.
+        """
         if not self._config.adaptive:
             return limits
         acceptances = [self._acceptance_of(seq) for seq in sequences]
-        rates = [acceptance.rate for acceptance in acceptances]
-        lengths, saved_s = best_lengths(rates, limits, self._cost, self.drafter.cost)
+        chances = self._chances(sequences, limits)
+        lengths, saved_s = best_lengths(chances, self._cost, self.drafter.cost)
         for index, seq in enumerate(sequences):
             if lengths[index] and self.drafter.start_s(seq) > saved_s * _to_come(seq):
                 lengths[index] = 0
@@ -200,9 +248,8 @@ class Speculation:
         if self._unverified < _PROBE_EVERY:
             return False
         draft_cost = self.drafter.cost
-        if draft_cost is None:
-            return True
-        if not any(best_lengths([1.0] * len(limits), limits, self._cost, draft_cost)[0]):
+        assert draft_cost is not None
+        if not any(best_lengths([[1.0] * limit for limit in limits], self._cost, draft_cost)[0]):
             return False  # the best of guesses would not pay
         seconds = _PROBE_TOKENS * draft_cost.line(len(due))[0] + sum(map(self.drafter.start_s, due))
         return seconds <= _PROBE_SHARE * self._unverified * self._cost.line(len(limits))[0]
