@@ -124,11 +124,8 @@ def test_headers_inject_nothing(attacked: Attacked, line: bytes) -> None:
     body = json.dumps(
         {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
     ).encode()
-    own = (
-        b""
-        if line.startswith(b"Authorization")
-        else f"Authorization: {attacked.headers['authorization']}\r\n".encode()
-    )
+    own = f"Authorization: {attacked.headers['authorization']}\r\n".encode()
+    own = b"" if line.startswith(b"Authorization") else own
     length = b"" if b"Content-Length" in line else b"Content-Length: %d\r\n" % len(body)
     before = len(attacked.streamer.asked)
     with connect(attacked.made.url) as connection:
@@ -144,7 +141,7 @@ def test_headers_inject_nothing(attacked: Attacked, line: bytes) -> None:
     assert re.match(rb"HTTP/1\.1 (200|400|401) ", answer), answer
     head, _, _ = answer.partition(b"\r\n\r\n")
     assert b"x-injected" not in head.lower()
-    assert answer.count(b"HTTP/1.1") == 1
+    assert len(re.findall(rb"HTTP/1\.1 \d", answer)) == 1
     for asked in attacked.streamer.asked[before:]:
         assert not any("injected" in text for text in (*asked.headers, *asked.headers.values()))
     attacked.serves()

@@ -97,7 +97,10 @@ class UpstreamConfig(Strict):
         if url in ("in-process", IN_PROCESS):
             return IN_PROCESS
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        plain = (
+            parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        )
+        if not plain or not _OURS.fullmatch(url):  # urlsplit() passes over line breaks
             raise ValueError("write the address like http://127.0.0.1:8001/v1")
         if parts.username is not None or parts.password is not None:
             raise ValueError("keys do not belong into addresses: name an environment variable as api_key_env")

@@ -100,7 +100,7 @@ def _texts(content: object) -> Iterator[str]:
 
 
 def _able(gateway: Gateway, context: RequestContext, options: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that can do what is asked, are up and have room for it. If none has it all, being up counts least,
+    """Those that can do what is asked, are up and have room for it. Where none is all that, up counts least,
     then room.
     """
     needed = context.prompt_tokens + context.output_tokens

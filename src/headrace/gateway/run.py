@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -87,6 +88,9 @@ async def _live(
         loop.add_signal_handler(number, on_signal, number)
     reload_on_hangup(gateway)
     async with gateway:
+        # Modules are most of what there is, and no garbage: looking through them would hold up all streams.
+        gc.collect()
+        gc.freeze()
         serving = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in servers]
         on_ready()
         stopping = asyncio.create_task(stop.wait())
