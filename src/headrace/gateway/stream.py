@@ -196,7 +196,7 @@ class RelayedStream:
         context, response = self._context, self._response
         context.first_token_at = self._filter.first_token_at
         if self._filter.complete and not self._at_end and response is not None:
-            # Only once: reading an answer that was let go raises an exception of which aiohttp has but one, and
+            # Only once: reading what was let go raises an exception, of which aiohttp has but one, and
             # its traceback would keep this stream, and all others that did so, for ever.
             self._at_end = True
             try:  # a connection that is read to its end can be used again
