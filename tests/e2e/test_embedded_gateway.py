@@ -6,7 +6,6 @@ import concurrent.futures
 import json
 import re
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,26 +151,6 @@ def test_a_client_that_leaves_frees_the_engine(embedded: Embedded) -> None:
     embedded.wait_idle()
 
 
-def test_a_slow_reader_holds_the_engine_back_no_more_than_directly(embedded: Embedded) -> None:
-    """What is far ahead of its reader waits, and others are served."""
-    host, port = embedded.server.url.removeprefix("http://").split(":")
-    body = json.dumps(
-        QUESTION | {"max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": True}
-    ).encode()
-    with socket.create_connection((host, int(port)), timeout=60) as slow:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {embedded.keys['acme']}\r\n"
-        slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        assert slow.recv(1000)
-        assert embedded.ask(QUESTION | {"max_tokens": 2, "temperature": 1}).status_code == 200
-        received = b""
-        while not received.endswith(b"0\r\n\r\n"):
-            part = slow.recv(65536)
-            assert part, received[-200:]
-            received += part
-    assert b"data: [DONE]" in received
-    embedded.wait_idle()
-
-
 def test_it_is_run_like_any_gateway(embedded: Embedded) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
     [upstream] = httpx.get(f"{embedded.admin}/upstreams", headers=headers).json()
@@ -249,13 +228,13 @@ def test_nothing_is_left_after_all_that(embedded: Embedded) -> None:
 
 def test_it_drains_and_ends_with_0(embedded: Embedded, tmp_path: Path) -> None:
     """The last test of this server's: a stream that is under way is told to its end."""
-    body = QUESTION | {"max_tokens": 64, "ignore_eos": True, "stream": True, "temperature": 1}
+    body = QUESTION | {"max_tokens": 32, "ignore_eos": True, "stream": True, "temperature": 1}
     before = embedded.server.metric("vllm:generation_tokens_total")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         running = pool.submit(embedded.ask, body)
         while embedded.server.metric("vllm:generation_tokens_total") == before:
             pass
-        assert embedded.server.stop() == 0
+        assert embedded.server.stop(timeout_s=60) == 0
         answer = running.result(60)
     assert answer.status_code == 200
     assert events(answer)[-1] == "[DONE]"

@@ -16,7 +16,7 @@ TEXT = "a" * 200_000
 def test_requests_that_have_ended_are_kept_by_nobody(
     upstreams: Upstreams, tmp_path: Path, stream: bool
 ) -> None:
-    """Each has a long prompt: were they kept, as streams once were by an exception's traceback, it would show."""
+    """Each has a long prompt, so that it would show (an exception's traceback once kept every stream)."""
     _, url = upstreams.start()
     config = {
         "upstreams": {"one": {"url": url, "models": {"m": {}}}},

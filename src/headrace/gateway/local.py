@@ -183,6 +183,8 @@ class LocalAnswer:
                 self._size += len(body)
             self._whole = not message.get("more_body", False)
         self._news.set()
+        if self._closed.is_set():
+            await asyncio.sleep(0)  # one that sends on and on has to be told as well
         while self._size > _AHEAD_BYTES and not self._closed.is_set():
             self._room.clear()
             await self._room.wait()
