@@ -61,6 +61,7 @@ class Soak:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         self.wrong: list[str] = []
         self.sizes: list[tuple[int, float]] = []  # requests so far, MB resident
 
@@ -82,6 +83,7 @@ class Soak:
 
     async def _one(self, client: httpx.AsyncClient, number: int) -> None:
         path, body, expected = request(number)
+        body["model"] = self.model
         if number % 97 == 96:  # a client that leaves
             async with client.stream("POST", path, json=body | {"max_tokens": 400, "stream": True}) as answer:
                 async for _ in answer.aiter_bytes():

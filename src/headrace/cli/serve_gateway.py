@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ class GatewayInFront:
             )
 
 
-def gateway_in_front(path: Path, names: tuple[str, ...], given: dict[str, object]) -> GatewayInFront:
+def gateway_in_front(path: Path, names: tuple[str, ...], given: Mapping[str, str | None]) -> GatewayInFront:
     """Read the gateway's file. ``names``: of the model. ``given``: the options in :data:`INSTEAD`.
 
     Raises ConfigError where one is used, and for what is wrong with the file or with a name.
