@@ -144,6 +144,7 @@ tenants: {default: {limits: {requests_per_minute: 10000000, concurrency: 1000, b
 def served(model: str, gateway: bool) -> Iterator[str]:
     """A server of our own, on a free port; ``gateway``: with quotas, cache and ledger in front."""
     command = [sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", "--log-level", "warning"]
+    command += ["--kv-cache-memory", "64MiB"]  # whose pages are all touched while it warms up
     with tempfile.TemporaryDirectory() as folder:
         if gateway:
             file = Path(folder, "gateway.yaml")
