@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find src native -type f ! -name '*.pyc') CMakeLists.txt pyproject.toml README.md LICENSE
 NATIVE := $(wildcard native/*.cpp native/*.h)
 
-.PHONY: help install serve journey test check format sanitize bench-peers wheel clean
+.PHONY: help install serve demo-gateway journey test check format sanitize bench-peers wheel clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -21,6 +21,8 @@ help:
 	@echo 'make install   build headrace and install it into $(VENV)'
 	@echo 'make serve     install, pull MODEL (default: $(MODEL)), serve it on 127.0.0.1:8000'
 	@echo '               (more options of headrace serve: ARGS="--port 8001")'
+	@echo 'make demo-gateway'
+	@echo '               the gateway before four local engines: routing, caching, quotas, a canary, failover, the bill'
 	@echo 'make journey   MODEL from a transformers server to all of headrace, each step measured (10 minutes)'
 	@echo 'make test      install what the tests need, check the code, run every test'
 	@echo 'make check     formatting, lint and types only'
@@ -63,6 +65,14 @@ install: $(STAMPS)/install
 serve: $(STAMPS)/install
 	$(BIN)/headrace models pull $(MODEL)
 	exec $(BIN)/headrace serve $(MODEL) $(ARGS)
+
+# What the gateway needs besides: aiohttp and usearch.
+$(STAMPS)/gateway: $(STAMPS)/install
+	$(PIP) install -q --no-build-isolation '.[gateway]'
+	@touch $@
+
+demo-gateway: $(STAMPS)/gateway
+	$(BIN)/python examples/demo_gateway.py
 
 journey: $(STAMPS)/dev $(STAMPS)/install
 	$(BIN)/python -m benchmarks.journey $(MODEL) $(ARGS)

@@ -1,6 +1,7 @@
 """Thousands of short requests, mixed, over HTTP: does the server's resident memory stay where it was?
 
     python benchmarks/soak.py                       # starts `headrace serve`, 10,000 requests
+    python benchmarks/soak.py --gateway             # the same through a gateway in the server
     python benchmarks/soak.py --url http://host:8000 --requests 500
 
 Prints the resident size after every tenth of the requests, as /metrics tells it, and fails (status 1) if it
@@ -15,9 +16,11 @@ import asyncio
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -58,6 +61,7 @@ class Soak:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         self.wrong: list[str] = []
         self.sizes: list[tuple[int, float]] = []  # requests so far, MB resident
 
@@ -79,6 +83,7 @@ class Soak:
 
     async def _one(self, client: httpx.AsyncClient, number: int) -> None:
         path, body, expected = request(number)
+        body["model"] = self.model
         if number % 97 == 96:  # a client that leaves
             async with client.stream("POST", path, json=body | {"max_tokens": 400, "stream": True}) as answer:
                 async for _ in answer.aiter_bytes():
@@ -119,15 +124,36 @@ def _metric(page: str, name: str) -> float:
 
 
 def _left_over(page: str) -> str:
+    under_way = ("requests_running", "requests_waiting", "upstream_requests", "upstream_tokens")
+    for name in under_way:
+        for value in re.findall(rf"^headrace_gateway_{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE):
+            if float(value):
+                return f"the gateway's {name}: {value}"
     running = _metric(page, "vllm:num_requests_running") + _metric(page, "vllm:num_requests_waiting")
     taken = _metric(page, "headrace_kv_blocks_total") - _metric(page, "headrace_kv_blocks_free")
     return f"{running:g} sequences, {taken:g} blocks" if running or taken else ""
 
 
+GATEWAY = """
+authentication: none
+tenants: {default: {limits: {requests_per_minute: 10000000, concurrency: 1000, budget_usd: 1000000}}}
+"""
+
+
 @contextmanager
-def served(model: str) -> Iterator[str]:
-    """A server of our own, on a free port."""
+def served(model: str, gateway: bool) -> Iterator[str]:
+    """A server of our own, on a free port; ``gateway``: with quotas, cache and ledger in front."""
     command = [sys.executable, "-m", "headrace.cli", "serve", model, "--port", "0", "--log-level", "warning"]
+    command += ["--kv-cache-memory", "64MiB"]  # whose pages are all touched while it warms up
+    with tempfile.TemporaryDirectory() as folder:
+        if gateway:
+            file = Path(folder, "gateway.yaml")
+            file.write_text(GATEWAY)
+            command += ["--gateway", str(file)]
+        yield from _running(command)
+
+
+def _running(command: list[str]) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -147,11 +173,14 @@ def main() -> None:
     )
     parser.add_argument("--url", help="a running server; default: start one")
     parser.add_argument("--model", default="smollm2-135m", help="what to serve without --url")
+    parser.add_argument(
+        "--gateway", action="store_true", help="without --url: start one with a gateway in it"
+    )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--bound-mb", type=float, default=16.0)
     options = parser.parse_args()
-    with nullcontext(options.url) if options.url else served(options.model) as url:
+    with nullcontext(options.url) if options.url else served(options.model, options.gateway) as url:
         soak = Soak(url)
         began = time.monotonic()
         asyncio.run(soak.run(options.requests, options.concurrency))

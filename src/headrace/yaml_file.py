@@ -24,9 +24,14 @@ class FieldError(ValueError):
         self.at = at
 
 
-def read_yaml(path: Path, model: type[Model]) -> Model:
-    """The file as a ``model``. Raises ConfigError with path, line, field and what is wrong with it."""
+def read_yaml(path: Path, model: type[Model], unsaid: Mapping[str, Any] | None = None) -> Model:
+    """The file as a ``model``; ``unsaid`` has values for what it does not say.
+
+    Raises ConfigError with path, line, field and what is wrong with it.
+    """
     root, content = parse_yaml(path)
+    if unsaid and (content is None or isinstance(content, dict)):
+        content = {**unsaid, **(content or {})}
     try:
         return model.model_validate(content)
     except ValidationError as error:

@@ -102,4 +102,4 @@ def test_keys_are_made_listed_rotated_and_revoked(tmp_path: Path) -> None:
 
 def test_the_example_is_right() -> None:
     config = read_config(Path(__file__).parents[2] / "examples" / "gateway.yaml")
-    assert config.models == {"smollm2-135m", "gemma3-270m", "gpt-4o-mini", "minilm-l6"}
+    assert config.models == {"smollm2-135m", "gemma3-270m", "external-large", "dependable", "minilm-l6"}

@@ -106,7 +106,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"state": "elsewhere"}, "`state` cannot change while the gateway runs"),
     ({"cache": {"enabled": False}}, "`cache.enabled` cannot change"),
     ({"port": 1}, "`port` cannot change"),
-    ({"upstreams": None}, "gateway.yaml:1: upstreams: Field required"),
+    ({"upstreams": None}, "`upstreams` are missing"),
 ]
 
 

@@ -13,7 +13,7 @@ import typer
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from headrace.gateway.config import GatewayConfig
     from headrace.gateway.store import Store
@@ -22,15 +22,18 @@ Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The gateway's YA
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def read(path: Path) -> GatewayConfig:
-    """The gateway's settings. Raises ConfigError, also where the extra is not installed."""
+def read(path: Path, served: Sequence[str] = ()) -> GatewayConfig:
+    """The gateway's settings; ``served``: names of what is served in its own process.
+
+    Raises ConfigError, also where the extra is not installed.
+    """
     import importlib.util
 
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("gateway needs aiohttp: pip install 'headrace[gateway]'")
     from headrace.gateway.config import read_config
 
-    return read_config(path)
+    return read_config(path, served)
 
 
 @contextlib.contextmanager

@@ -58,6 +58,10 @@ def serve(
             show_envvar=True,
         ),
     ] = None,
+    gateway: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Keys, quotas, caches and routes of this gateway.yaml in front."),
+    ] = None,
     max_model_len: options.MaxModelLen = None,
     quantization: options.Quantization = None,
     kv_cache_memory: options.KVCacheMemory = options.DEFAULT_KV_CACHE,
@@ -167,6 +171,18 @@ def serve(
     gc.disable()
     from headrace.web.listen import listen
 
+    names = tuple(served_model_name or (model,))
+    front = None
+    if gateway is not None:
+        from headrace.cli.serve_gateway import gateway_in_front
+
+        given = {
+            "--api-key": api_key,
+            "--gateway-credential": gateway_credential,
+            "--checkpoint-path": checkpoint_path,
+        }
+        front = gateway_in_front(Path(gateway), names, given)
+        gateway_credential = front.credential
     sock = listen(host, port, _WRITE_TIMEOUT_S)
     # Weights are read in a thread while this one imports the HTTP stack: together they set the cold start.
     loading = _start_loading(settings, cache, scheduler, checkpoint, engine_process)
@@ -175,7 +191,6 @@ def serve(
     from headrace.server.run import run, trim_memory
     from headrace.server.state import ServerSettings, ServerState
 
-    names = tuple(served_model_name or (model,))
     state = ServerState(
         ServerSettings(
             served_model_names=names,
@@ -195,9 +210,13 @@ def serve(
         gc.enable()
         trim_memory()
         print(f"Serving {names[0]} on {address} (documentation: {address}/docs). Try:\n")
-        print(_curl(address, names[0], _route(frontend), with_key=api_key is not None) + "\n", flush=True)
+        with_key = api_key is not None if front is None else front.with_keys
+        print(_curl(address, names[0], _route(frontend), with_key=with_key) + "\n", flush=True)
+        if front is not None:
+            front.announce()
 
-    run(state, sock, loading, on_ready=announce, drain_timeout_s=drain_timeout)
+    maker = None if front is None else front.maker(state.log)
+    run(state, sock, loading, on_ready=announce, drain_timeout_s=drain_timeout, front=maker)
 
 
 _EXAMPLES: dict[str, dict[str, object]] = {

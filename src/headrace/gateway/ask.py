@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace.errors import HeadraceError, InvalidRequestError, UpstreamError
 from headrace.gateway.kinds import told_error
+from headrace.gateway.local import LocalAnswer
 
 if TYPE_CHECKING:
     import aiohttp
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from headrace.gateway.context import RequestContext
     from headrace.gateway.gateway import Gateway
     from headrace.gateway.upstream import Target
+
+    Answer = aiohttp.ClientResponse | LocalAnswer
 
 LOOK_S = 0.5  # how often those that wait look whether there is still a connection
 _MAX_ERROR_BYTES = 64 * 2**10
@@ -41,7 +44,7 @@ async def ask(
     context: RequestContext,
     target: Target,
     body: bytes,
-    read: Callable[[aiohttp.ClientResponse], Awaitable[None]],
+    read: Callable[[Answer], Awaitable[None]],
 ) -> None:
     """Post ``body`` and have ``read`` take the answer, which is a 200; all within the upstream's timeouts.
 
@@ -55,7 +58,7 @@ async def ask(
     wait_s = max(min(first_s, context.deadline - time.monotonic()), 0.0)
     try:
         async with asyncio.timeout(wait_s) as context.patience:
-            response = await gateway.session.post(
+            response: Answer = await (target.upstream.local or gateway.session).post(
                 f"{target.upstream.config.url}/{kind.path(context.route)}",
                 data=body,
                 headers=target.upstream.headers_for(context),
@@ -83,18 +86,18 @@ async def ask(
         raise AttemptError(reason, _TOLD[reason]) from None
 
 
-def is_cut(response: aiohttp.ClientResponse) -> bool:
+def is_cut(response: Answer) -> bool:
     """Whether the connection is gone and the answer not at its end.
 
     aiohttp closes connections on which no HTTP comes any more, but tells nobody who waits for the body.
     """
-    if response.content.is_eof():
+    if response.content.is_eof() or isinstance(response, LocalAnswer):
         return False
     transport = None if response.connection is None else response.connection.transport
     return transport is None or transport.is_closing()
 
 
-async def read_some(response: aiohttp.ClientResponse) -> bytes:
+async def read_some(response: Answer) -> bytes:
     """The next bytes of an answer, none at its end. Raises aiohttp.ClientError where it is cut."""
     import aiohttp
 
@@ -107,7 +110,7 @@ async def read_some(response: aiohttp.ClientResponse) -> bytes:
                 raise aiohttp.ClientPayloadError("what came is no HTTP") from None
 
 
-async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def read_body(response: Answer, limit: int) -> bytes:
     """All of it. Raises AttemptError if that is more than ``limit`` bytes."""
     parts, size = [], 0
     while part := await read_some(response):
@@ -143,7 +146,7 @@ def _reason(error: Exception) -> str:
     return "protocol"
 
 
-def _refusal(target: Target, response: aiohttp.ClientResponse, body: bytes) -> Exception:
+def _refusal(target: Target, response: Answer, body: bytes) -> Exception:
     """What an answer other than 200 means."""
     status, error, health = response.status, told_error(body), target.upstream.health
     message = error[0][:2000] if error else f"status {status}"
@@ -167,7 +170,7 @@ def _refusal(target: Target, response: aiohttp.ClientResponse, body: bytes) -> E
     return made
 
 
-def _wanted_rest(response: aiohttp.ClientResponse) -> float | None:
+def _wanted_rest(response: Answer) -> float | None:
     """For how many seconds it wants to be left alone, if it says so: as a number, or as a date."""
     for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         text = response.headers.get(name)

@@ -15,8 +15,7 @@ from headrace.gateway.stream import RelayedStream
 from headrace.gateway.usage import Usage, prompt_estimate, told
 
 if TYPE_CHECKING:
-    import aiohttp
-
+    from headrace.gateway.ask import Answer
     from headrace.gateway.context import RequestContext
     from headrace.gateway.gateway import Gateway
     from headrace.gateway.upstream import Target, Work
@@ -41,7 +40,7 @@ async def _read(
     context: RequestContext,
     target: Target,
     stream: RelayedStream | None,
-    response: aiohttp.ClientResponse,
+    response: Answer,
 ) -> None:
     gateway.metrics.first_byte.labels(context.model).observe(time.monotonic() - context.began)
     if stream is None:
@@ -51,7 +50,7 @@ async def _read(
     context.answer = stream
 
 
-async def _whole(context: RequestContext, target: Target, response: aiohttp.ClientResponse) -> bytes:
+async def _whole(context: RequestContext, target: Target, response: Answer) -> bytes:
     body = await read_body(response, _MAX_ANSWER_BYTES)
     try:
         answer = orjson.loads(body)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from headrace.errors import ConfigError
-from headrace.gateway.fields import Count, Name, Positive, Strict, Variable
+from headrace.gateway.fields import NAME, Count, Name, Positive, Strict, Variable
 from headrace.gateway.intents.settings import Route
 from headrace.gateway.kinds import Capability
 from headrace.gateway.releases.settings import Release, Version
@@ -31,6 +32,8 @@ KindName = Literal[
     "openai",
     "anthropic",
 ]
+IN_PROCESS = "in-process:/v1"
+"""The address of the server in whose process the gateway is; files write ``in-process``."""
 _OURS = re.compile(r"[\x21-\x7e]+")  # what may stand in a header
 
 
@@ -73,7 +76,7 @@ class Timeouts(Strict):
 
 
 class UpstreamConfig(Strict):
-    """One endpoint. ``url`` ends where OpenAI's would: in ``/v1``.
+    """One endpoint. ``url`` ends where OpenAI's would: in ``/v1``; or it is ``in-process``.
 
     ``credential_env``: the variable with what a server of ours shares with its gateway, so that it knows
     tenants apart.
@@ -91,17 +94,31 @@ class UpstreamConfig(Strict):
     @field_validator("url")
     @classmethod
     def _http(cls, url: str) -> str:
+        if url in ("in-process", IN_PROCESS):
+            return IN_PROCESS
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        plain = (
+            parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        )
+        if not plain or not _OURS.fullmatch(url):  # urlsplit() passes over line breaks
             raise ValueError("write the address like http://127.0.0.1:8001/v1")
         if parts.username is not None or parts.password is not None:
             raise ValueError("keys do not belong into addresses: name an environment variable as api_key_env")
         return url.rstrip("/")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ours_in_process(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("url") in ("in-process", IN_PROCESS):
+            return {"kind": "headrace", **given}
+        return given
+
     @model_validator(mode="after")
     def _credential_is_for_ours(self) -> Self:
         if self.credential_env is not None and self.kind != "headrace":
             raise ValueError("credential_env is for upstreams of kind headrace")
+        if self.url == IN_PROCESS and self.kind != "headrace":
+            raise ValueError("what is in-process is of kind headrace")
         return self
 
     def secret(self, variable: str | None) -> str | None:
@@ -221,10 +238,11 @@ class EmbeddingsSettings(Strict):
 class GatewayConfig(Strict):
     """The whole file. ``default_output_tokens`` is reserved for requests that name no maximum.
 
-    ``classifier``: a file of `headrace gateway route train`, which tells intents in place of the shipped one.
+    Without ``upstreams`` it is for `headrace serve --gateway`, which is one itself. ``classifier``: a file of
+    `headrace gateway route train`, which tells intents in place of the shipped one.
     """
 
-    upstreams: Annotated[dict[Name, UpstreamConfig], Field(min_length=1)]
+    upstreams: dict[Name, UpstreamConfig] = Field(default_factory=dict)
     aliases: dict[Name, Name] = Field(default_factory=dict)
     releases: dict[Name, Release] = Field(default_factory=dict)
     routes: dict[Name, Route] = Field(default_factory=dict)
@@ -249,6 +267,8 @@ class GatewayConfig(Strict):
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
+        if not self.upstreams:  # what models there are, only `headrace serve` knows
+            return self
         known = self.models
         for name, release in self.releases.items():
             if name in known:
@@ -329,12 +349,31 @@ class GatewayConfig(Strict):
         ]
 
 
-def read_config(path: Path) -> GatewayConfig:
+def read_config(path: Path, served: Sequence[str] = ()) -> GatewayConfig:
     """The file, its relative ``state`` and ``classifier`` taken from where the file lies.
 
-    Raises ConfigError that names the line of a mistake.
+    ``served``: the names of the models of a server in this process: the upstream, where the file names
+    none. Raises ConfigError that names the line of a mistake.
     """
-    config = read_yaml(path, GatewayConfig)
+    for name in served:
+        if not re.fullmatch(NAME, name):
+            raise ConfigError(f"{name} is no name for a gateway's model: give it one by --served-model-name")
+    own = {"local": {"url": "in-process", "models": {name: {} for name in served}}}
+    config = read_yaml(path, GatewayConfig, {"upstreams": own} if served else {})
+    _check_served(path, config, served)
     folder = path.absolute().parent
     classifier = None if config.classifier is None else folder / config.classifier
     return config.model_copy(update={"state": folder / config.state, "classifier": classifier})
+
+
+def _check_served(path: Path, config: GatewayConfig, served: Sequence[str]) -> None:
+    """What is in-process has to be served in this process, if anything is."""
+    for upstream, settings in config.upstreams.items():
+        if settings.url != IN_PROCESS or not served:
+            continue
+        for name, model in settings.models.items():
+            if (model.name or name) not in served:
+                raise ConfigError(
+                    f"{path}: upstreams.{upstream}: {model.name or name} is not served in this process, but "
+                    f"{', '.join(served)}: see --served-model-name"
+                )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.errors import ModelNotFoundError
 from headrace.gateway.intents.features import embedded
 from headrace.gateway.parse import read_output, serve_as
+from headrace.gateway.route import needed_capabilities
 from headrace.gateway.usage import Usage, cost
 
 if TYPE_CHECKING:
@@ -99,8 +100,11 @@ def _texts(content: object) -> Iterator[str]:
 
 
 def _able(gateway: Gateway, context: RequestContext, options: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that are up and have room for the request; if there are none, those that have room, or all."""
+    """Those that can do what is asked, are up and have room for it. Where none is all that, up counts least,
+    then room.
+    """
     needed = context.prompt_tokens + context.output_tokens
+    capabilities = needed_capabilities(context)
 
     def roomy(target: Target) -> bool:
         return (target.served.context or needed) >= needed
@@ -109,7 +113,11 @@ def _able(gateway: Gateway, context: RequestContext, options: tuple[str, ...]) -
         upstream = target.upstream
         return not upstream.drained and upstream.health.share() > 0 and not upstream.health.resting()
 
+    def able(target: Target) -> bool:
+        return target.can(capabilities, context.body)
+
     options = tuple(name for name in options if gateway.targets_behind(name))
+    options = tuple(name for name in options if any(map(able, gateway.targets_behind(name)))) or options
     fit = tuple(name for name in options if any(map(roomy, gateway.targets_behind(name))))
     now = tuple(
         name for name in fit if any(roomy(target) and up(target) for target in gateway.targets_behind(name))

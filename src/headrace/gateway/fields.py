@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
+Name = Annotated[str, Field(pattern=NAME)]
 
 
 class Strict(BaseModel):

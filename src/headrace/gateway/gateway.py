@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from headrace.gateway.context import RequestContext
+    from headrace.gateway.local import LocalServer
 
 _LOOK_S = 0.5
 _KEEP_ALIVE_S = 4.0  # shorter than the 5 s after which uvicorn, and so vLLM, closes idle connections
@@ -43,18 +44,29 @@ class Gateway:
     """One gateway. ``async with`` opens its connections and starts what runs beside requests."""
 
     def __init__(
-        self, config: GatewayConfig, log: FilteringBoundLogger | None = None, path: Path | None = None
+        self,
+        config: GatewayConfig,
+        log: FilteringBoundLogger | None = None,
+        path: Path | None = None,
+        local: LocalServer | None = None,
     ) -> None:
-        """``path``: the file that ``config`` was read from, for it to be read again.
+        """``path``: the file that ``config`` was read from, for it to be read again. ``local``: the server in
+        this process.
 
         Raises ConfigError for state that cannot be used and API keys missing in the environment.
         """
+        if not config.upstreams:
+            raise ConfigError(
+                "`upstreams` are missing: only `headrace serve MODEL --gateway FILE` needs none"
+            )
         self.config = config
         self.path = path
+        self.local = local
         self.log: FilteringBoundLogger = log or logger()
         self.phase: Phase = "ok"
         self.upstreams = {
-            name: Upstream(name, settings, config.health) for name, settings in config.upstreams.items()
+            name: Upstream(name, settings, config.health, local)
+            for name, settings in config.upstreams.items()
         }
         self._leaving: list[Upstream] = []  # removed from the configuration, with requests in hand
         self.targets: dict[str, tuple[Target, ...]] = targets_of(config, self.upstreams)
@@ -94,6 +106,8 @@ class Gateway:
         await asyncio.gather(*tasks, return_exceptions=True)
         await _close(self.semantic, self.embedder)
         await self.session.close()
+        if self.local is not None:
+            await self.local.aclose()
         if self.cache is not None:
             self.cache.close()
         self.store.close()
@@ -104,13 +118,15 @@ class Gateway:
         Raises ConfigError, and stays as it was, if something in it needs a restart, an API key is missing, or
         it lacks a version that a release needs, or a classifier that can be read.
         """
+        if not config.upstreams:
+            raise ConfigError("`upstreams` are missing: name one at least")
         for name in ("state", "host", "port", "admin"):
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(f"`{name}` cannot change while the gateway runs: restart it for that")
         if config.cache.enabled != self.config.cache.enabled:
             raise ConfigError("`cache.enabled` cannot change while the gateway runs: restart it for that")
         routes = policies(config)
-        fresh = {name: Upstream(name, at, config.health) for name, at in config.upstreams.items()}
+        fresh = {name: Upstream(name, at, config.health, self.local) for name, at in config.upstreams.items()}
         old, new = (self.embedder, self.semantic), (self.embedder, self.semantic)
         if (config.embeddings, config.cache) != (self.config.embeddings, self.config.cache):
             new = self._embedding(config)
@@ -153,6 +169,7 @@ class Gateway:
             timeout=aiohttp.ClientTimeout(total=None),
             trust_env=False,
             read_bufsize=2**18,
+            auto_decompress=False,  # nobody asked for it: what small bytes grow to is not ours to hold
         )
 
     async def _close_when_unused(self, session: aiohttp.ClientSession) -> None:

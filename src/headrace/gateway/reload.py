@@ -17,7 +17,8 @@ async def reload(gateway: Gateway) -> None:
     if gateway.path is None:
         raise ConfigError("this gateway was not started from a file, so there is nothing to read again")
     try:
-        gateway.reload(await asyncio.to_thread(read_config, gateway.path))
+        served = () if gateway.local is None else gateway.local.names
+        gateway.reload(await asyncio.to_thread(read_config, gateway.path, served))
     except ConfigError as error:
         gateway.log.error("configuration refused; the one before stays", error=error.message)
         raise

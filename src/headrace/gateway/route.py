@@ -36,10 +36,14 @@ _CAPABILITY: dict[str, Capability] = {
 }
 
 
-def _able(targets: tuple[Target, ...], context: RequestContext) -> list[Target]:
+def needed_capabilities(context: RequestContext) -> set[Capability]:
+    """What a target must be able to do for the request."""
     needed = {_CAPABILITY[context.route]}
-    if asks(context.body, "tools"):
-        needed.add("tools")
+    return needed | {"tools"} if asks(context.body, "tools") else needed
+
+
+def _able(targets: tuple[Target, ...], context: RequestContext) -> list[Target]:
+    needed = needed_capabilities(context)
     able = [target for target in targets if target.can(needed, context.body)]
     if not able:
         fields = {name for target in targets for name in target.upstream.kind.lacks}

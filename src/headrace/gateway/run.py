@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from headrace.errors import ConfigError
 from headrace.gateway.app import GatewayApp
@@ -16,9 +16,6 @@ from headrace.gateway.gateway import Gateway
 from headrace.gateway.reload import reload
 from headrace.web.connection import Bounds, raise_file_limit
 from headrace.web.run import Server, uvicorn_config
-
-if TYPE_CHECKING:
-    import uvicorn
 
 _LAST_WORDS_S = 2.0  # for streams that are cut off to send their error event and close
 _LOOK_S = 0.05
@@ -43,32 +40,22 @@ def run(
     config = uvicorn_config(GatewayApp(gateway), bounds, gateway.log, last_words_s=_LAST_WORDS_S)
     servers = [(Server(config), sock)]
     if admin is not None:
-        servers.append((Server(_admin_config(gateway)), admin))
+        servers.append((admin_server(gateway), admin))
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(_live(gateway, servers, on_ready, drain_timeout_s))
 
 
-def _admin_config(gateway: Gateway) -> uvicorn.Config:
+def admin_server(gateway: Gateway) -> Server:
+    """A server of the admin API. Raises ConfigError if its key is not in the environment."""
     from headrace.gateway.admin.app import AdminApp
 
     bounds = Bounds(timeout_s=gateway.config.read_timeout_s, max_connections=_ADMIN_CONNECTIONS)
-    return uvicorn_config(AdminApp(gateway), bounds, gateway.log, last_words_s=_LAST_WORDS_S)
+    return Server(uvicorn_config(AdminApp(gateway), bounds, gateway.log, last_words_s=_LAST_WORDS_S))
 
 
-async def _live(
-    gateway: Gateway,
-    servers: list[tuple[Server, socket.socket]],
-    on_ready: Callable[[], None],
-    drain_timeout_s: float,
-) -> None:
-    stop = asyncio.Event()
+def reload_on_hangup(gateway: Gateway) -> None:
+    """From now on SIGHUP has the gateway read its configuration again."""
     reloads: set[asyncio.Task[None]] = set()
-
-    def on_signal(number: int) -> None:
-        if stop.is_set():
-            os._exit(128 + number)
-        gateway.phase = "draining"
-        stop.set()
 
     async def reload_quietly() -> None:
         with contextlib.suppress(ConfigError):  # which is logged
@@ -79,23 +66,44 @@ async def _live(
         reloads.add(task)
         task.add_done_callback(reloads.discard)
 
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_hangup)
+
+
+async def _live(
+    gateway: Gateway,
+    servers: list[tuple[Server, socket.socket]],
+    on_ready: Callable[[], None],
+    drain_timeout_s: float,
+) -> None:
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        gateway.phase = "draining"
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    reload_on_hangup(gateway)
     async with gateway:
+        # Modules are most of what there is, and no garbage: looking through them would hold up all streams.
+        gc.collect()
+        gc.freeze()
         serving = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in servers]
         on_ready()
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((stopping, *serving), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        await _drain(gateway, drain_timeout_s)
+        await drain(gateway, drain_timeout_s)
         for server, _ in servers:
             server.should_exit = True
         await asyncio.gather(*serving)
 
 
-async def _drain(gateway: Gateway, timeout_s: float) -> None:
+async def drain(gateway: Gateway, timeout_s: float) -> None:
+    """Wait until nothing is under way; what is then still there is told that it took too long."""
     gateway.log.info("draining", in_flight=len(gateway.live), timeout_s=timeout_s)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s

@@ -16,8 +16,7 @@ from headrace.gateway.usage import Usage
 from headrace.web.errors import error_event
 
 if TYPE_CHECKING:
-    import aiohttp
-
+    from headrace.gateway.ask import Answer
     from headrace.gateway.context import RequestContext
     from headrace.gateway.gateway import Gateway
     from headrace.gateway.upstream import Target, Work
@@ -39,7 +38,7 @@ class RelayedStream:
         self._target = target
         self._broke: list[Target] = []  # upstreams that were in the middle of it
         self._work = work
-        self._response: aiohttp.ClientResponse | None = None
+        self._response: Answer | None = None
         self._filter = EventFilter(
             wants_usage=context.wants_usage,
             records=context.fingerprint is not None,
@@ -51,7 +50,7 @@ class RelayedStream:
         self._problem: str | None = None
         self._silent_s = 0.0  # since something came
 
-    async def begin(self, response: aiohttp.ClientResponse) -> None:
+    async def begin(self, response: Answer) -> None:
         """Wait for the first event of ``response``, which is this stream's from now on.
 
         Raises AttemptError: until then, nothing of it has reached the client. Of a resumed stream, what is
@@ -197,6 +196,9 @@ class RelayedStream:
         context, response = self._context, self._response
         context.first_token_at = self._filter.first_token_at
         if self._filter.complete and not self._at_end and response is not None:
+            # Only once: reading what was let go raises an exception, of which aiohttp has but one, and
+            # its traceback would keep this stream, and all others that did so, for ever.
+            self._at_end = True
             try:  # a connection that is read to its end can be used again
                 async with asyncio.timeout(_LAST_BYTES_S):
                     while await response.content.readany():

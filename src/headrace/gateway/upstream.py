@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from headrace.gateway.config import GatewayConfig, Health, ServedModel, UpstreamConfig
+from headrace.errors import ConfigError
+from headrace.gateway.config import IN_PROCESS, GatewayConfig, Health, ServedModel, UpstreamConfig
 from headrace.gateway.health import HealthState
 from headrace.gateway.kinds import kind_of
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from headrace.gateway.context import RequestContext
     from headrace.gateway.kinds import Capability
+    from headrace.gateway.local import LocalServer
 
 _MAX_MODELS_BYTES = 2**20
 
@@ -25,8 +27,18 @@ _MAX_MODELS_BYTES = 2**20
 class Upstream:
     """One endpoint. ``outstanding_tokens``: of all requests that it works on, estimated."""
 
-    def __init__(self, name: str, config: UpstreamConfig, health: Health) -> None:
-        """Raises ConfigError if its API key is not in the environment."""
+    def __init__(
+        self, name: str, config: UpstreamConfig, health: Health, local: LocalServer | None = None
+    ) -> None:
+        """``local``: the server in this process, if there is one.
+
+        Raises ConfigError if there is none and it should be that, or its API key is not in the environment.
+        """
+        if config.url == IN_PROCESS and local is None:
+            raise ConfigError(
+                f"the upstream {name} is in-process: that is for `headrace serve MODEL --gateway FILE`"
+            )
+        self.local = local if config.url == IN_PROCESS else None
         self.name = name
         self.config = config
         self.kind = kind_of(config.kind)
@@ -38,6 +50,8 @@ class Upstream:
         self.drained = False  # by an operator: it gets nothing new
         key = config.secret(config.api_key_env)
         self._credential = config.secret(config.credential_env)
+        if self.local is not None:
+            self._credential = self.local.credential
         self.headers = {"content-type": "application/json", "accept-encoding": "identity"}
         self.headers |= self.kind.headers(key)
 
@@ -82,13 +96,15 @@ class Upstream:
         parts = urlsplit(self.config.url)
         path = self.kind.probe
         base = f"{parts.scheme}://{parts.netloc}" if path.startswith("/") else f"{self.config.url}/"
-        async with session.get(base + path, headers=self.headers, allow_redirects=False) as answer:
+        asked = await (self.local or session).get(base + path, headers=self.headers, allow_redirects=False)
+        async with asked as answer:
             return answer.status
 
     async def learn(self, session: aiohttp.ClientSession) -> None:
         """Ask how long its models' contexts are. What it does not tell stays unknown."""
         url = f"{self.config.url}/models"
-        async with session.get(url, headers=self.headers, allow_redirects=False) as answer:
+        asked = await (self.local or session).get(url, headers=self.headers, allow_redirects=False)
+        async with asked as answer:
             page = await answer.content.read(_MAX_MODELS_BYTES) if answer.status == 200 else b""
         try:
             cards = orjson.loads(page)["data"]

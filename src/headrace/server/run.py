@@ -11,7 +11,9 @@ import signal
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.errors import HeadraceError
 from headrace.server.app import build_app
@@ -28,6 +30,24 @@ if TYPE_CHECKING:
 _LAST_WORDS_S = 2.0  # for aborted streams to send their error event and close
 
 
+class Front(Protocol):
+    """An ASGI application that stands before the server's own on its port, such as a gateway.
+
+    It is opened when the model is loaded, and passes all on until then. ``drain``: no new requests.
+    ``drained`` waits for those under way, and ends them when ``timeout_s`` has passed.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def open(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    async def drained(self, timeout_s: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 def run(
     state: ServerState,
     sock: socket.socket,
@@ -35,16 +55,19 @@ def run(
     *,
     on_ready: Callable[[Frontend], None],
     drain_timeout_s: float,
+    front: Callable[[ASGIApp], Front] | None = None,
 ) -> None:
     """Serve on ``sock`` until SIGTERM or SIGINT, from now on: health answers while ``loading`` runs.
 
     The first signal drains: no new requests, running ones get ``drain_timeout_s``. A second one exits at
-    once. Raises what loading raises.
+    once. ``front`` makes what stands before the application. Raises what loading raises.
     """
+    app = build_app(state)
+    before = None if front is None else front(app)
     bounds = Bounds(timeout_s=state.settings.read_timeout_s, max_connections=raise_file_limit())
-    config = uvicorn_config(build_app(state), bounds, state.log, last_words_s=_LAST_WORDS_S)
+    config = uvicorn_config(before or app, bounds, state.log, last_words_s=_LAST_WORDS_S)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(_Life(state, config, loading, on_ready, drain_timeout_s).live(sock))
+        runner.run(_Life(state, config, loading, on_ready, drain_timeout_s, before).live(sock))
 
 
 def _warm_up(frontend: Frontend) -> None:
@@ -63,8 +86,10 @@ class _Life:
         loading: Future[Frontend],
         on_ready: Callable[[Frontend], None],
         drain_timeout_s: float,
+        front: Front | None,
     ) -> None:
         self._state = state
+        self._front = front
         self._server = Server(config)
         self._loading = loading
         self._on_ready = on_ready
@@ -88,13 +113,15 @@ class _Life:
             stopping.cancel()
             self._server.should_exit = True
             await serving
+            if self._front is not None:
+                await self._front.close()
             if self._state.loaded is not None:
                 await asyncio.to_thread(self._state.loaded.client.close)
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
             os._exit(128 + number)
-        self._state.drain()
+        (self._front or self._state).drain()
         self._stop.set()
 
     async def _load(self, stopping: asyncio.Task[bool]) -> None:
@@ -107,6 +134,8 @@ class _Life:
         self._state.ready(frontend)
         if self._state.resumed is not None and not self._stop.is_set():
             self._state.resumed.start()
+        if self._front is not None and not self._stop.is_set():
+            await self._front.open()
         if not self._stop.is_set():
             self._on_ready(frontend)
             await asyncio.to_thread(_warm_up, frontend)
@@ -128,6 +157,9 @@ class _Life:
             self._state.log.info("checkpoint", requests=journal.stats().num_requests)
 
     async def _drain(self) -> None:
+        if self._front is not None:
+            await self._front.drained(self._drain_timeout_s)
+            self._state.drain()
         in_flight = self._state.in_flight
         self._state.log.info("draining", in_flight=in_flight, timeout_s=self._drain_timeout_s)
         try:

@@ -72,6 +72,7 @@ class AdminApp:
             docs_url=None,
             redoc_url=None,
             openapi_url=None,
+            redirect_slashes=False,  # to where the Host header says
             dependencies=[Depends(self._authenticate)],
         )
         app.state.gateway = self._gateway

@@ -106,6 +106,9 @@ class UsageSum(BaseModel):
     cached_tokens: int
     completion_tokens: int
     cost_usd: float
+    baseline_usd: float
+    saved_by_cache_usd: float
+    saved_by_routing_usd: float
 
 
 class ReleaseInfo(BaseModel):
