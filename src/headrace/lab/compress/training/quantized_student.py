@@ -19,7 +19,8 @@ from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights.safetensors import SafetensorsCheckpoint
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_CODE_RATE = 20.0  # codes move in whole steps, scales in shares of themselves
+_CODE_RATE = 5.0  # codes move in steps of one, scales in shares of themselves
+_EDGE = 0.49  # of a step: how far from its code a weight begins, at most
 
 
 def straight_through(x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,8 @@ class _Rounded:
 @dataclass(eq=False)
 class QuantizedStudent:
     """Opened from a folder. Parameters are relative changes: of a scale or norm, by which share it grows;
-    with ``codes``, of a weight, by how many codes it moves.
+    with ``codes``, of a weight, by how many codes it moves. Weights begin where the teacher has them between
+    two codes, if ``teacher`` is given and has the same shapes: those at an edge move first.
 
     Weights are always those that the file would hold: scales and norms rounded to its types, codes to
     integers, with the gradients of what was rounded passed straight through. Raises ConfigError for a folder
@@ -49,6 +51,7 @@ class QuantizedStudent:
 
     checkpoint: SafetensorsCheckpoint
     codes: bool = False
+    teacher: Weights | None = None
     architecture: Architecture = field(init=False)
     parameters: dict[str, torch.Tensor] = field(init=False)
 
@@ -112,7 +115,23 @@ class QuantizedStudent:
         )
         self.parameters[f"{name}#scale"] = torch.zeros(linear.scale.shape).requires_grad_()
         if self.codes:
-            self.parameters[f"{name}#codes"] = torch.zeros(linear.codes.shape).requires_grad_()
+            self.parameters[f"{name}#codes"] = self._beginning(name).requires_grad_()
+
+    def _beginning(self, name: str) -> torch.Tensor:
+        """How far each weight is from its code, in steps.
+
+        Recipes may have scaled the channels of inputs and outputs: the teacher's are brought to the same.
+        """
+        linear = self._rounded[name].linear
+        exact = None if self.teacher is None else self.teacher.get(name)
+        if exact is None or exact.shape != linear.codes.shape:
+            return torch.zeros(linear.codes.shape)
+        kept = torch.from_numpy(linear.dequantize())
+        for axis in (0, 1):
+            exact = exact * ((kept * exact).sum(axis, True) / exact.square().sum(axis, True).clamp_min(1e-30))
+        scale = self._rounded[name].scale[:, torch.from_numpy(linear.groups()).long()]
+        apart = torch.where(scale == 0, 0.0, (exact - kept) / torch.where(scale == 0, 1.0, scale))
+        return apart.clamp(-_EDGE, _EDGE)
 
     def _float(self, name: str) -> torch.Tensor:
         kept = self._floats[name]

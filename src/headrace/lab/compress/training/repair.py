@@ -48,7 +48,7 @@ class Repair(Training):
         return [self.model]
 
     def _student(self, teacher: Weights) -> tuple[Student, dict[int, int]]:
-        student = QuantizedStudent(self._opened, codes=self.codes)
+        student = QuantizedStudent(self._opened, self.codes, teacher if self.codes else None)
         return student, layer_pairs(student.architecture, self.teacher.architecture, None)
 
     def _write(self, student: Student) -> None:

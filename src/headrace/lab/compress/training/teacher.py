@@ -57,7 +57,10 @@ class LiveTargets:
 
 @dataclass(eq=False)
 class LiveTeacher:
-    """The model, its ``weights`` in float32. ``top_k``: only so many likeliest tokens are told."""
+    """The model, its ``weights`` in float32. ``top_k``: only so many likeliest tokens are told.
+
+    ``hidden``: the residual streams of all layers are told, not the last one's alone.
+    """
 
     architecture: Architecture
     weights: Weights
@@ -65,13 +68,15 @@ class LiveTeacher:
     temperature: float = 1.0
     top_k: int | None = None
     bf16: bool = False
+    hidden: bool = False
 
     def targets(self, numbers: Sequence[int]) -> LiveTargets:
         """See Teacher."""
         with torch.no_grad():
             some = [self.sequences[number] for number in numbers]
             streams = run_layers(self.architecture, self.weights, some, bf16=self.bf16)
-        return LiveTargets(self.architecture, self.weights, streams, self.temperature, self.top_k)
+        told = streams if self.hidden else streams[-1:]
+        return LiveTargets(self.architecture, self.weights, told, self.temperature, self.top_k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,6 +235,7 @@ class Training(ABC):
             temperature=asked.terms.temperature,
             top_k=asked.top_k,
             bf16=asked.schedule.bf16,
+            hidden=asked.terms.hidden > 0,
         )
         teacher: Teacher = live
         if asked.store is not None:
