@@ -18,15 +18,13 @@ from headrace.lab.compress.training.teacher import float_weights
 from headrace.model.checkpoint import as_float32
 from headrace.model.weights import open_checkpoint
 from tests.frontend.byte_model import byte_backend
-from tests.lab.training import Train, make_files, read_training, trainer
+from tests.lab.training import Train, read_training, trainer
 from tests.model.tiny import CASES
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_files(tmp_path_factory.mktemp("files"))
-    (folder / "two.yaml").write_text("layers: 2\n")
-    return folder
+def files(taught: Path) -> Path:
+    return taught
 
 
 @pytest.fixture

@@ -15,16 +15,13 @@ from headrace.lab.compress.training.distill import Distillation
 from headrace.lab.compress.training.settings import Schedule
 from headrace.lab.compress.training.training import Asked
 from tests.e2e.running import COMMAND
-from tests.lab.training import make_files
 
 STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_files(tmp_path_factory.mktemp("files"))
-    (folder / "two.yaml").write_text("layers: 2\n")
-    return folder
+def files(taught: Path) -> Path:
+    return taught
 
 
 def job(files: Path, output: Path, **changes: object) -> Distillation:
@@ -120,14 +117,15 @@ def test_accumulating_gradients_changes_nothing_but_the_last_bits(
 
 
 def test_it_ends_where_it_gets_no_better(files: Path, tmp_path: Path) -> None:
-    report = job(files, tmp_path / "out", steps=60, evaluations=30, patience=2, warmup=0.0).run()
-    worse = job(files, tmp_path / "worse", steps=400, evaluations=200, patience=2, clip=1e-9).run()
-    assert worse.stopped == "no better" and worse.steps < 400
-    assert min(point.kl for point in report.history) == pytest.approx(report.kl_after, rel=0.05)
+    """A student that is the teacher can only get worse: it ends soon, as it began."""
+    (tmp_path / "all.yaml").write_text("layers: 3\n")
+    same = job(files, tmp_path / "out", steps=200, evaluations=100, patience=2, warmup=0.0)
+    report = Distillation(same.asked, student=str(tmp_path / "all.yaml")).run()
+    assert (report.stopped, report.steps) == ("no better", 4)
+    assert report.kl_after < report.history[-1].kl
 
 
-@pytest.mark.parametrize("room", [20_000, 300_000])
-def test_a_full_disk_is_told_and_nothing_half_written_appears(room: int, files: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_and_nothing_half_written_appears(files: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: writing stops in the middle, with an error."""
     output = tmp_path / "out"
     arguments = ["compress", "distill", str(files / "model"), "--student", str(files / "two.yaml")]
@@ -137,7 +135,7 @@ def test_a_full_disk_is_told_and_nothing_half_written_appears(room: int, files: 
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000)),
     )
     assert process.returncode == 1
     assert process.stderr.startswith(f"headrace: {output} cannot be written: File too large.")

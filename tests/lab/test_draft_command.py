@@ -10,12 +10,12 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.lab.compress.training.drafting import Costs
-from tests.lab.training import Train, make_files, read_training, trainer
+from tests.lab.training import Train, read_training, trainer
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_files(tmp_path_factory.mktemp("files"))
+def files(taught: Path) -> Path:
+    return taught
 
 
 @pytest.fixture
@@ -24,14 +24,15 @@ def train(files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 
 def test_a_draft_is_made_measured_and_used(train: Train, files: Path, tmp_path: Path) -> None:
-    (files / "data.jsonl").write_text(
+    (tmp_path / "asked.jsonl").write_text(
         "\n".join(
             json.dumps({"messages": [{"role": "user", "content": f"{number}?"}]}) for number in range(40)
         )
     )
     output = tmp_path / "draft"
+    asked = ["--data", str(tmp_path / "asked.jsonl")]
     done = train("draft", "-o", str(output), "--layers", "1", "--steps", "15", "--generate", "24",
-                 "--new-tokens", "24", "--quantization", "off")  # fmt: skip
+                 "--new-tokens", "24", "--quantization", "off", *asked)  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = read_training(output)
     found = report.drafting

@@ -25,9 +25,11 @@ LINES = (
 
 
 def make_files(folder: Path) -> Path:
-    """A folder with ``model``, trained a little, its template, ``data.jsonl`` and ``text.txt``."""
+    """A folder with ``model``, trained a little, its template, ``data.jsonl``, ``text.txt`` and
+    ``two.yaml``: sizes of a student of two layers."""
     make_model(folder / "model", chat=True, steps=30)
     (folder / "text.txt").write_text(HELD_OUT)
+    (folder / "two.yaml").write_text("layers: 2\n")
     lines: list[dict[str, object]] = [
         {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": say}]}
         for ask in LINES
