@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
 
 HEAVY = {"torch", "triton", "transformers"}
 """Not in the base install: never imported when a module is, only inside the function that needs it."""
-HEAVY_HOMES = ("backend/torch/", "lab/compress/algorithms/")
+HEAVY_HOMES = ("backend/torch/", "lab/compress/algorithms/", "lab/compress/training/")
 """Whose modules are themselves imported only where they are used."""
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace.cli import compress_convert, options
+from headrace.cli import compress_convert, compress_train, options
 from headrace.cli.progress import download_progress, stage_progress
 from headrace.errors import ConfigError
 from headrace.lab.compress.format_names import Format
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Make a model smaller, and measure what that costs.")
 app.command()(compress_convert.convert)
+app.command()(compress_train.distill)
+app.command()(compress_train.repair)
+app.command()(compress_train.draft)
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=options.REFERENCE_HELP)]
 OutputFormat = Annotated[
@@ -92,7 +95,7 @@ def quantize(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
 ) -> None:
     """Round a model's weights by a recipe, compare it with its source, and let a gate decide."""
-    _need_torch()
+    compress_train.need_torch()
     from headrace.lab.compress.quantize import Asked
 
     asked = Asked(
@@ -151,7 +154,7 @@ def sweep(
     threads: options.Threads = 0,
 ) -> None:
     """Compress a model by several recipes, and draw size against divergence; goes on where it stopped."""
-    _need_torch()
+    compress_train.need_torch()
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("compress sweep needs matplotlib: pip install 'headrace[lab]'")
     from headrace.lab.compress.quantize import Asked
@@ -250,8 +253,3 @@ def _tensor_lines(plan: Plan) -> Iterator[str]:
 def _suites(given: list[str] | None) -> tuple[str, ...]:
     names = [name for each in given or [] for name in each.split(",") if name]
     return tuple(dict.fromkeys(names)) or ("perplexity",)
-
-
-def _need_torch() -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("compress needs torch: pip install 'headrace[compress]'")

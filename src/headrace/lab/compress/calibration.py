@@ -58,14 +58,14 @@ def read_calibration(
     in the next one, conversations end. Raises ConfigError for a malformed line, a template that is missing or
     another model's, and text that is too short.
     """
-    template = _template(tokenizer) if chat_template == "auto" else None
+    template = template_of(tokenizer) if chat_template == "auto" else None
     if source == "default":
         streams = [_cut(pieces, tokenizer, template, sequence_length) for pieces in mixed(progress=progress)]
         found: Iterator[list[int]] = (
             one for together in zip_longest(*streams) for one in together if one is not None
         )
     else:
-        pieces = _read_file(Path(source))
+        pieces = read_pieces(Path(source))
         found = _cut(pieces, tokenizer, template, sequence_length, template_needed=chat_template)
     chosen = tuple(map(tuple, islice(found, samples)))
     calibration = Calibration(
@@ -77,7 +77,7 @@ def read_calibration(
             "sequence_length": sequence_length,
             "bos": _leading_bos(tokenizer) is not None,
             "chat_template": template is not None,
-            "sha256": _fingerprint(chosen),
+            "sha256": fingerprint(chosen),
         },
     )
     if calibration.tokens < MIN_TOKENS:
@@ -88,7 +88,8 @@ def read_calibration(
     return calibration
 
 
-def _fingerprint(sequences: Sequence[Sequence[int]]) -> str:
+def fingerprint(sequences: Sequence[Sequence[int]]) -> str:
+    """Equal for the same sequences in the same order."""
     digest = hashlib.sha256()
     for sequence in sequences:
         digest.update(repr(sequence).encode())
@@ -111,7 +112,8 @@ def require_apart(calibration: Calibration, evaluated: Sequence[int]) -> None:
         )
 
 
-def _template(tokenizer: Tokenizer) -> ChatTemplate | None:
+def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The model's chat template, if it has one."""
     if tokenizer.chat_template is None:
         return None
     return ChatTemplate(tokenizer.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
@@ -123,7 +125,8 @@ def _leading_bos(tokenizer: Tokenizer) -> int | None:
     return leading_bos(tokenizer)
 
 
-def _read_file(path: Path) -> Iterator[Piece]:
+def read_pieces(path: Path) -> Iterator[Piece]:
+    """The texts and conversations of a JSON Lines file. Raises ConfigError for a malformed line."""
     for value, where in json_lines(path):
         yield _piece(value, where)
 

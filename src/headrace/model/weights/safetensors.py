@@ -105,14 +105,20 @@ class SafetensorsCheckpoint:
         file, hf_name = stored
         return (file.entries[hf_name].dtype, file.entries[hf_name].shape)
 
-    def stored_bytes(self, name: str) -> int:
-        """Bytes of all that makes one tensor. Raises KeyError for a name that is not in :meth:`names`."""
+    def places(self, name: str) -> dict[str, tuple[SafetensorsFile, Entry]]:
+        """Where all that makes one tensor lies, by the last part of its name in the files.
+
+        Raises KeyError for a name that is not in :meth:`names`.
+        """
         stored = self._tensors[name]
         if isinstance(stored, Module):
-            entries = [entry for _, entry in stored.parts.values()]
-        else:
-            entries = [stored[0].entries[stored[1]]]
-        return sum(entry.end - entry.start for entry in entries)
+            return dict(stored.parts)
+        file, hf_name = stored
+        return {hf_name.rpartition(".")[2]: (file, file.entries[hf_name])}
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of all that makes one tensor. Raises KeyError for a name that is not in :meth:`names`."""
+        return sum(entry.end - entry.start for _, entry in self.places(name).values())
 
     @property
     def quantised(self) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from headrace.backend.torch.device import to_torch
 from headrace.backend.torch.kv import TorchKV
@@ -25,7 +24,7 @@ _LOGIT_ROWS = 32  # of each stream: a vocabulary wide
 See = Callable[[str, torch.Tensor], None]
 
 
-class _SequenceOps(TorchOps):
+class SequenceOps(TorchOps):
     """Operations over whole sequences that lie one after the other; ``see`` is told of linear inputs."""
 
     def __init__(self, weights: Weights, step: TorchStep, see: See | None) -> None:
@@ -43,7 +42,7 @@ class _SequenceOps(TorchOps):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, layer: int
     ) -> torch.Tensor:
         """Each sequence attends to itself alone: nothing is padded, so nothing has to be masked out."""
-        out = torch.empty_like(q)
+        parts = []
         for start, end in zip(self._step.query_start, self._step.query_start[1:], strict=False):
             count = end - start
             at = torch.arange(count)
@@ -53,8 +52,8 @@ class _SequenceOps(TorchOps):
             queries = q[start:end].view(count, spec.heads, spec.head_dim)
             keys = k[start:end].view(count, spec.kv_heads, spec.head_dim)
             values = v[start:end].view(count, spec.kv_heads, spec.head_dim)
-            out[start:end] = attend(queries, keys, values, visible, spec).flatten(-2)
-        return out
+            parts.append(attend(queries, keys, values, visible, spec).flatten(-2))
+        return torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +80,37 @@ class Rows:
 
 
 def _chunk(begin: int, lengths: Sequence[int]) -> tuple[slice, TorchStep]:
+    step = whole_sequences(lengths)
+    return slice(begin, begin + step.query_start[-1]), step
+
+
+def whole_sequences(lengths: Sequence[int], token_ids: torch.Tensor | None = None) -> TorchStep:
+    """The step of sequences of these lengths, one after the other, each from its first token on.
+
+    ``token_ids [rows]``: for who embeds them.
+    """
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     positions = torch.cat([torch.arange(length) for length in lengths])
     none = torch.empty(0, dtype=torch.int64)
-    step = TorchStep(none, positions, starts, list(lengths), (), (), none)
-    return slice(begin, begin + starts[-1]), step
+    ids = none if token_ids is None else token_ids
+    return TorchStep(ids, positions, starts, list(lengths), (), (), none)
+
+
+def head_name(architecture: Architecture) -> str:
+    """The canonical name, without ``.weight``, of the matrix that makes logits."""
+    return "embed" if architecture.tied_head else "head"
+
+
+def head_logits(architecture: Architecture, weights: Weights, stream: torch.Tensor) -> torch.Tensor:
+    """``[rows, vocab]`` of rows of the residual stream behind the last layer.
+
+    ``weights``: by canonical name; the final norm and the head are looked up.
+    """
+    ops = SequenceOps(weights, whole_sequences([len(stream)]), None)
+    normed = ops.norm(stream, "final_norm", architecture.final_norm)
+    logits = ops.linear(normed, head_name(architecture))
+    cap = architecture.logit_softcap
+    return logits if cap is None else ops.softcap(logits, cap)
 
 
 def embed(checkpoint: Checkpoint, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -122,7 +147,7 @@ def run_layer(
     named = {f"layers.{index}.{name}": tensor for name, tensor in weights.items()}
     out = torch.empty_like(hidden)
     for where, step in rows.chunks():
-        ops = _SequenceOps(named, step, see)
+        ops = SequenceOps(named, step, see)
         out[where] = decode_layer(ops, hidden[where], architecture.layers[index], index)
         if not bool(torch.isfinite(out[where]).all()):
             culprit = _first_not_finite(architecture, index, named, hidden[where], step)
@@ -136,23 +161,15 @@ def run_layer(
 def log_probs(checkpoint: Checkpoint, streams: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Log-softmax rows ``[some, vocab]`` of several last layers' outputs, a few rows of each at a time."""
     architecture = checkpoint.architecture
-    norms = {
+    wanted = ("final_norm.", f"{head_name(architecture)}.")
+    weights = {
         name: to_torch(checkpoint.tensor(name), torch.float32, torch.device("cpu"))
         for name in checkpoint.names()
-        if name.startswith("final_norm.")
+        if name.startswith(wanted)
     }
-    head = "embed.weight" if architecture.tied_head else "head.weight"
-    matrix = to_torch(checkpoint.tensor(head), torch.float32, torch.device("cpu"))
     for start in range(0, len(streams[0]), _LOGIT_ROWS):
-        found = []
-        for stream in streams:
-            rows = stream[start : start + _LOGIT_ROWS]
-            ops = _SequenceOps(norms, _chunk(0, [len(rows)])[1], None)
-            logits = F.linear(ops.norm(rows, "final_norm", architecture.final_norm), matrix)
-            if architecture.logit_softcap is not None:
-                logits = ops.softcap(logits, architecture.logit_softcap)
-            found.append(logits.log_softmax(-1))
-        yield found
+        rows = slice(start, start + _LOGIT_ROWS)
+        yield [head_logits(architecture, weights, stream[rows]).log_softmax(-1) for stream in streams]
 
 
 def _first_not_finite(
@@ -168,5 +185,5 @@ def _first_not_finite(
         if not bool(torch.isfinite(x).all()):
             bad.append(name)
 
-    decode_layer(_SequenceOps(named, step, look), hidden, architecture.layers[index], index)
+    decode_layer(SequenceOps(named, step, look), hidden, architecture.layers[index], index)
     return f"first in the input of {bad[0]}" if bad else "first in its output"

@@ -1,0 +1,1 @@
+"""Training against a teacher: distillation, repair of quantised models, draft models. Written in torch."""
