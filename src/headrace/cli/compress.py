@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Make a model smaller, and measure what that costs.")
 app.command()(compress_convert.convert)
 
+_QUANTIZE_HELP = "Round a model's weights by a recipe, compare it with its source, and let a gate decide."
+_PRUNE_HELP = "Leave out weights, layers, channels or heads by a recipe; the rest as quantize."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=options.REFERENCE_HELP)]
 OutputFormat = Annotated[
-    Literal["compressed-tensors", "gptq", "gptq-v2", "awq", "gguf", "float"],
+    Literal["compressed-tensors", "gptq", "gptq-v2", "awq", "gguf", "float"] | None,
     typer.Option(
-        "--format", help="What loaders it is for. gguf: Q4_0, Q4_1, Q8_0; float: rounded values in 16 bits."
+        "--format",
+        help="What loaders it is for. gguf: Q4_0, Q4_1, Q8_0; float: values in 16 bits, the default where "
+        "nothing is rounded; else compressed-tensors.",
     ),
 ]
 CalibrationSet = Annotated[
@@ -61,8 +65,10 @@ Backend = Annotated[
 ]
 
 
-@app.command()
+@app.command("prune", help=_PRUNE_HELP)
+@app.command(help=_QUANTIZE_HELP)
 def quantize(
+    context: typer.Context,
     model: Model,
     recipe: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="See headrace compress recipes; or a YAML file.")
@@ -70,7 +76,7 @@ def quantize(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Appears when it is whole.")
     ],
-    output_format: OutputFormat = "compressed-tensors",
+    output_format: OutputFormat = None,
     calibration: CalibrationSet = "default",
     calibration_template: Template = "auto",
     samples: Samples = 64,
@@ -90,10 +96,11 @@ def quantize(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier FOLDER.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
 ) -> None:
-    """Round a model's weights by a recipe, compare it with its source, and let a gate decide."""
+    """Both commands: what is done says the recipe."""
     _need_torch()
     from headrace.lab.compress.quantize import Asked
 
+    _require_steps(str(context.info_name), recipe)
     asked = Asked(
         model=model,
         recipe=recipe,
@@ -138,7 +145,7 @@ def sweep(
             metavar="NAME|FILE", help="Repeat it, or separate by commas. Default: all built-in ones."
         ),
     ] = None,
-    output_format: OutputFormat = "compressed-tensors",
+    output_format: OutputFormat = None,
     calibration: CalibrationSet = "default",
     calibration_template: Template = "auto",
     samples: Samples = 64,
@@ -186,12 +193,23 @@ def recipes(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this one as YAML.")] = None,
 ) -> None:
     """The recipes that come along; one of them as a file to begin with."""
-    from headrace.lab.compress.recipe import BUILT_IN, named_recipe
+    from headrace.lab.compress.recipe import BUILT_IN, PRUNING, named_recipe
 
     if name is None:
-        print("\n".join(BUILT_IN))
+        print("\n".join([*BUILT_IN, *PRUNING]))
     else:
         print(named_recipe(name)[1].yaml(), end="")
+
+
+def _require_steps(command: str, recipe: str) -> None:
+    """Each command takes recipes that do what it is called; those that do both go to both."""
+    from headrace.lab.compress.recipe import named_recipe
+
+    name, found = named_recipe(recipe)
+    if command == "quantize" and not found.rounds():
+        raise ConfigError(f"The recipe {name} rounds nothing: headrace compress prune takes it.")
+    if command == "prune" and not (found.prunes() or found.reshapes):
+        raise ConfigError(f"The recipe {name} prunes nothing: headrace compress quantize takes it.")
 
 
 def _run(asked: Asked, *, dry_run: bool) -> tuple[CompressReport | None, Quantization]:

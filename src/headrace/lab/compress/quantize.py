@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import resource
 import shutil
 import sys
@@ -20,18 +19,20 @@ from headrace import __version__
 from headrace.errors import ConfigError, HeadraceError
 from headrace.frontend.tokenizer import load_tokenizer
 from headrace.lab.compress.calibration import Calibration, read_calibration, require_apart
+from headrace.lab.compress.cut import CutCheckpoint, first
 from headrace.lab.compress.formats import check_format, write_checkpoint
-from headrace.lab.compress.plan import Plan, describe, make_plan
-from headrace.lab.compress.quantized import QuantizedLinear
+from headrace.lab.compress.plan import Plan, make_plan
 from headrace.lab.compress.recipe import Recipe, named_recipe
 from headrace.lab.compress.report import (
     JSON_NAME,
     PAGE_NAME,
     CompressReport,
-    Rounded,
     Size,
     digest,
+    treated_weights,
 )
+from headrace.lab.compress.reshaped import Reshaped
+from headrace.lab.compress.shape import asked_shape, parameters, shape_of
 from headrace.lab.compress.tensors import CompressedTensors
 from headrace.lab.compress.work import Work
 from headrace.lab.evaluate.evaluation import Evaluation, Settings
@@ -40,6 +41,7 @@ from headrace.lab.evaluate.results import Report
 from headrace.lab.evaluate.text_suite import PERPLEXITY
 from headrace.lab.evaluate.texts import SHAKESPEARE, load_text, tokenise
 from headrace.model import store
+from headrace.model.checkpoint import Checkpoint
 from headrace.model.weights import open_checkpoint
 
 if TYPE_CHECKING:
@@ -50,12 +52,13 @@ _WEIGHTS = (".safetensors", ".gguf")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A compression as the user wants it. ``suites``: none = the model is not evaluated."""
+    """A compression as the user wants it. ``output_format``: None = compressed-tensors if the recipe rounds,
+    else float. ``suites``: none = the model is not evaluated."""
 
     model: str
     recipe: str
     output: Path
-    output_format: str = "compressed-tensors"
+    output_format: str | None = None
     calibration: str = "default"
     calibration_template: Literal["auto", "off"] = "auto"
     samples: int = 64
@@ -85,6 +88,7 @@ class Quantization:
     plan: Plan = field(init=False)
     recipe: Recipe = field(init=False)
     recipe_name: str = field(init=False)
+    output_format: str = field(init=False)
 
     def __post_init__(self) -> None:
         asked = self.asked
@@ -93,9 +97,12 @@ class Quantization:
         self._require_suites()
         self._path = store.resolve(asked.model, progress=self.downloads)
         self._checkpoint = open_checkpoint(self._path)
-        self.plan = make_plan(self._checkpoint.architecture, self.recipe)
+        left = self._left()
+        self.plan = make_plan(left.architecture, self.recipe)
         schemes = {name: one.scheme for name, one in self.plan.treatments().items()}
-        check_format(asked.output_format, schemes, self._checkpoint)
+        self.output_format = asked.output_format or ("compressed-tensors" if schemes else "float")
+        check_format(self.output_format, schemes, left)
+        self._require_zeros()
         if asked.output.name in ("", ".."):
             raise ConfigError(f"--output {asked.output}: name a folder that is to be made.")
         if asked.output.exists() and not asked.overwrite:
@@ -108,6 +115,27 @@ class Quantization:
             raise ConfigError(f"{asked.output} is or holds the model itself: name another folder.")
         if not asked.output.absolute().parent.is_dir():
             raise ConfigError(f"The folder of {asked.output} does not exist.")
+
+    def _left(self) -> Checkpoint:
+        """The model, or a stand-in with the sizes of what is to be left of it. What a search will find is
+        checked when it is found."""
+        architecture = self._checkpoint.architecture
+        if not self.recipe.reshapes:
+            return self._checkpoint
+        shape = shape_of(architecture)
+        if self.recipe.search is None:
+            shape = asked_shape(architecture, self.recipe.depth, self.recipe.width)
+        return CutCheckpoint(self._checkpoint, first(architecture, shape))
+
+    def _require_zeros(self) -> None:
+        """Raise ConfigError where the format would not keep zeros exactly."""
+        rounded = self.plan.treatments()
+        for name in self.plan.prunings():
+            if self.output_format == "gguf" and name in rounded and not rounded[name].scheme.symmetric:
+                raise ConfigError(
+                    f"{name}: GGUF's Q4_1 rounds the minimum of a group, so that zeros do not stay zeros: round "
+                    "with symmetric: true, or write compressed-tensors."
+                )
 
     @cached_property
     def calibration(self) -> Calibration | None:
@@ -136,12 +164,16 @@ class Quantization:
 
         tokens = 0 if self.calibration is None else self.calibration.tokens
         architecture = self._checkpoint.architecture
-        return estimate(architecture, self.recipe, self.plan, tokens, self.asked.threads)
+        return estimate(
+            architecture, self._left().architecture, self.recipe, self.plan, tokens, self.asked.threads
+        )
 
     def resumes(self) -> int:
         """Layers that an earlier run, ended early, has finished."""
         work = self._work()
-        return work.finished() if work.matches() else 0
+        if not work.matches():
+            return 0
+        return work.finished() or self._looked(work).finished()
 
     def made(self, report: CompressReport) -> bool:
         """Whether a report is of what :meth:`run` would do: source, recipe, format, comparison …"""
@@ -150,7 +182,7 @@ class Quantization:
             report.source_fingerprint == self._checkpoint.fingerprint()
             and report.recipe == json.loads(self.recipe.model_dump_json())
             and report.calibration == (None if calibration is None else calibration.about)
-            and report.output_format == asked.output_format
+            and report.output_format == self.output_format
             and (report.gate, report.compared) == (asked.gate, self._comparison())
             and (report.speed is not None or not asked.speed)
         )
@@ -189,26 +221,30 @@ class Quantization:
             raise ConfigError(f"{self.asked.output} cannot be written: {why}.{kept}") from None
 
     def _run(self, work: Work) -> CompressReport:
-        from headrace.lab.compress.algorithms.pipeline import run
-
         began = time.monotonic()
         asked = self.asked
-        run(
-            self._checkpoint,
-            self.recipe,
-            self.plan,
-            self.calibration,
-            work,
-            threads=asked.threads,
-            progress=self.progress,
-        )
+        left, reshaped = self._reshape(work) if self.recipe.reshapes else (self._checkpoint, None)
+        if self.plan.treatments() or self.plan.prunings():
+            from headrace.lab.compress.algorithms.pipeline import run
+
+            run(
+                left,
+                self.recipe,
+                self.plan,
+                self.calibration,
+                work,
+                threads=asked.threads,
+                progress=self.progress,
+            )
         self._remove_partial()
         self.progress("writing", 0, 1)
-        tensors = CompressedTensors(self._checkpoint, work)
-        write_checkpoint(self._partial, asked.output_format, tensors, self._checkpoint)
+        tensors = CompressedTensors(left, work)
+        write_checkpoint(self._partial, self.output_format, tensors, left)
         self.progress("writing", 1, 1)
-        report = self._report(work, tensors, time.monotonic() - began)
-        self._require_smaller(report.size)
+        report = self._report(work, time.monotonic() - began)
+        report.reshaped = reshaped
+        if reshaped is not None or self.plan.treatments():
+            self._require_smaller(report.size)
         if asked.suites:
             report.evaluation = self._evaluate()
             if self._limits is not None:
@@ -220,6 +256,27 @@ class Quantization:
             report.speed = measure_speed(self._partial, threads=asked.threads)
         self._place(report)
         return report
+
+    def _looked(self, work: Work) -> Work:
+        """What the model was seen to do before its shape was changed, and what was chosen by it."""
+        return Work(work.path / "shape", {"of": "shape"})
+
+    def _reshape(self, work: Work) -> tuple[Checkpoint, Reshaped]:
+        """What is left of the model, and how it was chosen."""
+        from headrace.lab.compress.algorithms.reshape import choose_cut
+
+        assert self.calibration is not None  # a recipe that reshapes is calibrated
+        with self._looked(work) as looked:
+            cut, about = choose_cut(
+                self._checkpoint,
+                self.recipe,
+                self.calibration,
+                looked,
+                threads=self.asked.threads,
+                progress=self.progress,
+            )
+        left = CutCheckpoint(self._checkpoint, cut)
+        return left, Reshaped.of(self._checkpoint.architecture, left.architecture, cut, about)
 
     def _remove_partial(self) -> None:
         """The folder that is not whole, and what a killed run left of the draft of one."""
@@ -276,25 +333,8 @@ class Quantization:
             report.context.against.reference = asked.model
         return report
 
-    def _report(self, work: Work, tensors: CompressedTensors, seconds: float) -> CompressReport:
-        rounded, notes, plain_bytes = [], list(self.plan.notes), 0
-        errors: dict[str, float] = {}
-        for index in range(work.finished()):
-            kept, remarks = work.layer(index)
-            notes += remarks["notes"]
-            errors |= remarks["errors"]
-            for name, tensor in kept.items():
-                if isinstance(tensor, QuantizedLinear):
-                    plain_bytes += 2 * math.prod(tensor.shape)
-                    rounded.append(
-                        Rounded(
-                            name=name,
-                            shape=tensor.shape,
-                            scheme=describe(tensor.scheme),
-                            size_bytes=tensor.size_bytes(),
-                            lost=errors.get(name),
-                        )
-                    )
+    def _report(self, work: Work, seconds: float) -> CompressReport:
+        treated, notes, rounded_share = treated_weights(work)
         calibration = self.calibration
         return CompressReport(
             headrace=__version__,
@@ -304,17 +344,17 @@ class Quantization:
             recipe_name=self.recipe_name,
             recipe=json.loads(self.recipe.model_dump_json()),
             calibration=None if calibration is None else calibration.about,
-            output_format=self.asked.output_format,
-            tensors=rounded,
-            notes=notes,
+            output_format=self.output_format,
+            tensors=treated,
+            notes=[*self.plan.notes, *notes],
             sensitivity=work.value("sensitivity"),
             seconds=seconds,
             peak_memory_bytes=_peak_memory(),
             size=Size(
                 weights=_weights_bytes([self._partial]),
                 source_weights=_weights_bytes([self._path]),
-                source_16_bit=sum(2 * math.prod(one.shape) for one in self.plan.tensors),
-                rounded_share=sum(one.size_bytes for one in rounded) / max(plain_bytes, 1),
+                source_16_bit=2 * parameters(self._checkpoint.architecture),
+                rounded_share=rounded_share,
             ),
             gate=self.asked.gate,
             compared=self._comparison(),

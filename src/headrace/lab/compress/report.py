@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.errors import ConfigError
+from headrace.lab.compress.plan import describe
+from headrace.lab.compress.quantized import QuantizedLinear
+from headrace.lab.compress.reshaped import Reshaped
 from headrace.lab.compress.speed import Speed
+from headrace.lab.compress.work import Work
 from headrace.lab.evaluate.divergence import TextResult
 from headrace.lab.evaluate.results import Report as Evaluated
 
@@ -19,8 +24,9 @@ PAGE_NAME = "compress.md"
 _WORST = 5
 
 
-class Rounded(BaseModel):
-    """One weight: how it is held, and the share of its output's energy that was lost on the calibration."""
+class Treated(BaseModel):
+    """One weight that was pruned or rounded: how it is held, the share of zeros if it was pruned, and the share
+    of its output's energy that was lost on the calibration."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,10 +35,12 @@ class Rounded(BaseModel):
     scheme: str
     size_bytes: int
     lost: float | None = None
+    zeros: float | None = None
 
 
 class Size(BaseModel):
-    """Bytes. ``rounded_share``: of the rounded weights, what they take of their size in 16 bits."""
+    """Bytes. ``rounded_share``: of the rounded weights, what they take of their size in 16 bits; 1 if none
+    is rounded."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,7 +65,8 @@ class CompressReport(BaseModel):
     recipe: dict[str, Any]
     calibration: dict[str, Any] | None
     output_format: str
-    tensors: list[Rounded]
+    tensors: list[Treated]
+    reshaped: Reshaped | None = None
     notes: list[str]
     sensitivity: list[float] | None = None
     seconds: float
@@ -80,10 +89,16 @@ class CompressReport(BaseModel):
         """The result in a few lines."""
         mib = 2**20
         share = self.size.weights / self.size.source_16_bit
+        rounded = f" ({self.size.rounded_share:.0%} of the weights that were rounded)"
         yield (
-            f"size: {self.size.weights / mib:.1f} MiB of weights, {share:.0%} of the model in 16 bits "
-            f"({self.size.rounded_share:.0%} of the weights that were rounded)"
+            f"size: {self.size.weights / mib:.1f} MiB of weights, {share:.0%} of the model in 16 bits"
+            f"{rounded if self.size.rounded_share < 1 else ''}"
         )
+        if self.reshaped is not None:
+            yield self.reshaped.words()
+        if pruned := [(one.zeros, math.prod(one.shape)) for one in self.tensors if one.zeros is not None]:
+            zeros = sum(share * count for share, count in pruned) / sum(count for _, count in pruned)
+            yield f"zeros: {zeros:.1%} of the {len(pruned)} weights that were pruned"
         found = None if (text := self.text()) is None else text.divergence
         if text is not None and found is not None:
             yield (
@@ -130,3 +145,31 @@ def read_report(folder: Path) -> CompressReport:
         return CompressReport.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         raise ConfigError(f"{folder} holds no {JSON_NAME} of headrace compress.") from None
+
+
+def treated_weights(work: Work) -> tuple[list[Treated], list[str], float]:
+    """What became of the weights of finished layers, the notes on them, and the ``rounded_share``."""
+    treated, notes = [], []
+    plain_bytes, rounded_bytes = 0, 0
+    for index in range(work.finished()):
+        kept, remarks = work.layer(index)
+        notes += remarks["notes"]
+        for name, tensor in kept.items():
+            size, scheme = 2 * math.prod(tensor.shape), "not rounded"
+            if isinstance(tensor, QuantizedLinear):
+                plain_bytes += size
+                size, scheme = tensor.size_bytes(), describe(tensor.scheme)
+                rounded_bytes += size
+            elif name not in remarks["zeros"]:
+                continue  # it was scaled for others to be rounded better
+            treated.append(
+                Treated(
+                    name=name,
+                    shape=tensor.shape,
+                    scheme=scheme,
+                    size_bytes=size,
+                    lost=remarks["errors"].get(name),
+                    zeros=remarks["zeros"].get(name),
+                )
+            )
+    return treated, notes, rounded_bytes / plain_bytes if plain_bytes else 1.0
