@@ -18,7 +18,6 @@ from headrace.model.store import Progress
 
 MIN_TOKENS = 256
 """Fewer say too little about a model's inputs."""
-_RUN = 16  # tokens in a row that two texts share only where one was copied from the other
 _MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>", "<|turn>")
 
 
@@ -93,22 +92,6 @@ def _fingerprint(sequences: Sequence[Sequence[int]]) -> str:
     for sequence in sequences:
         digest.update(repr(sequence).encode())
     return digest.hexdigest()[:16]
-
-
-def require_apart(calibration: Calibration, evaluated: Sequence[int]) -> None:
-    """Raise ConfigError if more than a hundredth of the evaluated text is in the calibration, literally."""
-    runs = {
-        sequence[start : start + _RUN]
-        for sequence in calibration.sequences
-        for start in range(0, len(sequence) - _RUN + 1)
-    }
-    texts = [tuple(evaluated[start : start + _RUN]) for start in range(0, len(evaluated) - _RUN + 1, _RUN)]
-    shared = sum(run in runs for run in texts)
-    if texts and shared > len(texts) / 100:
-        raise ConfigError(
-            f"{shared / len(texts):.0%} of the text that is to judge the model is in the calibration, word "
-            "for word: the numbers would flatter it. Give another --calibration or another --text."
-        )
 
 
 def _template(tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -209,6 +209,11 @@ def _notes(architecture: Architecture, recipe: Recipe) -> list[str]:
     grouped = any(layer.attention.heads != layer.attention.kv_heads for layer in architecture.layers)
     if grouped and (recipe.awq is not None or recipe.smoothquant is not None):
         notes.append("grouped-query attention: heads that share values share the scales of o's inputs")
+    if recipe.kv_cache:
+        notes.append(
+            "keys and values: a float8 scale of each for every layer, for engines that have one; headrace's "
+            "own caches do without"
+        )
     return notes
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import math
-import resource
 import shutil
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from headrace import __version__
 from headrace.errors import ConfigError, HeadraceError
 from headrace.frontend.tokenizer import load_tokenizer
-from headrace.lab.compress.calibration import Calibration, read_calibration, require_apart
+from headrace.lab.compress.calibration import Calibration, read_calibration
 from headrace.lab.compress.formats import check_format, write_checkpoint
+from headrace.lab.compress.overlap import require_apart
+from headrace.lab.compress.peak import peak_memory
 from headrace.lab.compress.plan import Plan, describe, make_plan
 from headrace.lab.compress.quantized import QuantizedLinear
 from headrace.lab.compress.recipe import Recipe, named_recipe
@@ -38,7 +38,7 @@ from headrace.lab.evaluate.evaluation import Evaluation, Settings
 from headrace.lab.evaluate.gate import named_gate
 from headrace.lab.evaluate.results import Report
 from headrace.lab.evaluate.text_suite import PERPLEXITY
-from headrace.lab.evaluate.texts import SHAKESPEARE, load_text, tokenise
+from headrace.lab.evaluate.texts import SHAKESPEARE
 from headrace.model import store
 from headrace.model.weights import open_checkpoint
 
@@ -65,6 +65,7 @@ class Asked:
     texts: tuple[str, ...] = (SHAKESPEARE,)
     tokens: int = 4096
     limit: int | None = None
+    shots: tuple[int, ...] = (0,)
     backend: Literal["cpu", "torch"] = "cpu"
     speed: bool = False
     threads: int = 0
@@ -93,9 +94,13 @@ class Quantization:
         self._require_suites()
         self._path = store.resolve(asked.model, progress=self.downloads)
         self._checkpoint = open_checkpoint(self._path)
-        self.plan = make_plan(self._checkpoint.architecture, self.recipe)
+        self.plan = _with_padding_told(
+            make_plan(self._checkpoint.architecture, self.recipe),
+            self._checkpoint.architecture.vocab_size - load_tokenizer(self._path).vocab_size,
+        )
         schemes = {name: one.scheme for name, one in self.plan.treatments().items()}
-        check_format(asked.output_format, schemes, self._checkpoint)
+        kv_scales = self.recipe.kv_cache
+        check_format(asked.output_format, schemes, self._checkpoint, kv_scales=kv_scales)
         if asked.output.name in ("", ".."):
             raise ConfigError(f"--output {asked.output}: name a folder that is to be made.")
         if asked.output.exists() and not asked.overwrite:
@@ -125,9 +130,14 @@ class Quantization:
             chat_template=asked.calibration_template,
             progress=self.downloads,
         )
-        if PERPLEXITY in asked.suites:
-            text = load_text(asked.texts, progress=self.downloads)
-            require_apart(calibration, tokenise(text, tokenizer, asked.tokens))
+        require_apart(
+            calibration,
+            tokenizer,
+            suites=asked.suites,
+            texts=asked.texts,
+            tokens=asked.tokens,
+            progress=self.downloads,
+        )
         return calibration
 
     def estimate(self) -> Estimate:
@@ -163,6 +173,7 @@ class Quantization:
             "texts": list(asked.texts),
             "tokens": asked.tokens,
             "limit": asked.limit,
+            "shots": list(asked.shots),
             "backend": asked.backend,
         }
 
@@ -191,7 +202,7 @@ class Quantization:
     def _run(self, work: Work) -> CompressReport:
         from headrace.lab.compress.algorithms.pipeline import run
 
-        began = time.monotonic()
+        began, earlier = time.monotonic(), work.finished()
         asked = self.asked
         run(
             self._checkpoint,
@@ -205,9 +216,13 @@ class Quantization:
         self._remove_partial()
         self.progress("writing", 0, 1)
         tensors = CompressedTensors(self._checkpoint, work)
-        write_checkpoint(self._partial, asked.output_format, tensors, self._checkpoint)
+        remarks = [work.remarks(index) for index in range(work.finished())]
+        kv_scales = [each["kv_scales"] for each in remarks if each["kv_scales"] is not None]
+        write_checkpoint(self._partial, asked.output_format, tensors, self._checkpoint, kv_scales=kv_scales)
         self.progress("writing", 1, 1)
-        report = self._report(work, tensors, time.monotonic() - began)
+        seconds = time.monotonic() - began + sum(each["seconds"] for each in remarks[:earlier])
+        report = self._report(work, seconds)
+        report.kv_scales = kv_scales or None
         self._require_smaller(report.size)
         if asked.suites:
             report.evaluation = self._evaluate()
@@ -267,6 +282,7 @@ class Quantization:
             texts=asked.texts,
             tokens=asked.tokens,
             limit=asked.limit,
+            shots=asked.shots,
             backend=asked.backend,
             threads=asked.threads,
         )
@@ -276,9 +292,9 @@ class Quantization:
             report.context.against.reference = asked.model
         return report
 
-    def _report(self, work: Work, tensors: CompressedTensors, seconds: float) -> CompressReport:
+    def _report(self, work: Work, seconds: float) -> CompressReport:
         rounded, notes, plain_bytes = [], list(self.plan.notes), 0
-        errors: dict[str, float] = {}
+        errors: dict[str, float | None] = {}
         for index in range(work.finished()):
             kept, remarks = work.layer(index)
             notes += remarks["notes"]
@@ -296,6 +312,17 @@ class Quantization:
                         )
                     )
         calibration = self.calibration
+        size = Size(
+            weights=_weights_bytes([self._partial]),
+            source_weights=_weights_bytes([self._path]),
+            source_16_bit=sum(2 * math.prod(one.shape) for one in self.plan.tensors),
+            rounded_share=sum(one.size_bytes for one in rounded) / max(plain_bytes, 1),
+        )
+        if size.weights > size.source_weights:
+            notes.append(
+                f"the source's files have {size.source_weights / 2**20:.1f} MiB only: its weights have few "
+                "bits already"
+            )
         return CompressReport(
             headrace=__version__,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -309,13 +336,8 @@ class Quantization:
             notes=notes,
             sensitivity=work.value("sensitivity"),
             seconds=seconds,
-            peak_memory_bytes=_peak_memory(),
-            size=Size(
-                weights=_weights_bytes([self._partial]),
-                source_weights=_weights_bytes([self._path]),
-                source_16_bit=sum(2 * math.prod(one.shape) for one in self.plan.tensors),
-                rounded_share=sum(one.size_bytes for one in rounded) / max(plain_bytes, 1),
-            ),
+            peak_memory_bytes=peak_memory(),
+            size=size,
             gate=self.asked.gate,
             compared=self._comparison(),
         )
@@ -349,10 +371,11 @@ def _weights_bytes(paths: Sequence[Path]) -> int:
     return sum(file.stat().st_size for file in files if file.suffix in _WEIGHTS)
 
 
-def _peak_memory() -> int:
-    """Of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+def _with_padding_told(plan: Plan, rows: int) -> Plan:
+    if rows <= 0:
+        return plan
+    note = f"vocabulary: {rows} rows behind the tokenizer's tokens are padding, and stay"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _remove(path: Path) -> None:

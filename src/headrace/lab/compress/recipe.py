@@ -110,11 +110,20 @@ class RoundStep(_Step):
         )
 
 
-Step = Annotated[AwqStep | SmoothQuantStep | RoundStep, Field(discriminator="step")]
+class KVCacheStep(BaseModel):
+    """Finds scales with which other engines keep keys and values in float8 e4m3: one of each for a layer, the
+    largest magnitude that the calibration shows over the largest number of the format."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: Literal["kv_cache"]
+
+
+Step = Annotated[AwqStep | SmoothQuantStep | RoundStep | KVCacheStep, Field(discriminator="step")]
 
 
 class Recipe(BaseModel):
-    """Steps in their order: those that scale channels, then those that round."""
+    """Steps in their order: those that scale channels, those that round, and the one for the KV cache."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -125,7 +134,9 @@ class Recipe(BaseModel):
         kinds = [step.step for step in self.steps]
         if "round" not in kinds:
             raise ValueError("no step rounds anything: add one with step: round")
-        if any(kind != "round" for kind in kinds[kinds.index("round") :]):
+        if "kv_cache" in kinds[:-1]:
+            raise ValueError("kv_cache is the last step, and there is one at most")
+        if any(kind in ("awq", "smoothquant") for kind in kinds[kinds.index("round") :]):
             raise ValueError("steps that scale channels (awq, smoothquant) come before those that round")
         if kinds.count("awq") > 1 or kinds.count("smoothquant") > 1:
             raise ValueError("awq and smoothquant can be steps once each")
@@ -146,6 +157,11 @@ class Recipe(BaseModel):
     def smoothquant(self) -> SmoothQuantStep | None:
         """The step that scales in the manner of SmoothQuant."""
         return next((step for step in self.steps if isinstance(step, SmoothQuantStep)), None)
+
+    @property
+    def kv_cache(self) -> bool:
+        """Whether scales of keys and values are wanted."""
+        return isinstance(self.steps[-1], KVCacheStep)
 
     @property
     def calibrated(self) -> bool:

@@ -43,7 +43,8 @@ def estimate(
         treatments = plan.of_layer(index)
         operations += _ELEMENTWISE * elements
         if tokens:
-            passes = 2 if any(one.method == "gptq" for one in treatments.values()) else 1
+            again = recipe.kv_cache or any(one.method == "gptq" for one in treatments.values())
+            passes = 2 if again else 1
             operations += 2 * passes * elements * tokens
             operations += 2 * tokens * sum(width**2 for width in _widths(matrices))
             for name, one in treatments.items():

@@ -12,7 +12,7 @@ from headrace.lab.compress.algorithms.forward import Rows, embed, load_layer, ru
 from headrace.lab.compress.algorithms.layer import LayerResult, compress_layer
 from headrace.lab.compress.algorithms.rounding import require_finite, round_to_nearest
 from headrace.lab.compress.algorithms.sensitivity import layer_divergence, with_bits
-from headrace.lab.compress.algorithms.statistics import LayerInputs
+from headrace.lab.compress.algorithms.statistics import CacheReach, LayerInputs
 from headrace.lab.compress.calibration import Calibration
 from headrace.lab.compress.plan import Plan, Treatment
 from headrace.lab.compress.recipe import HEAD, Recipe
@@ -110,16 +110,22 @@ def _layer(
         inputs = LayerInputs()
         after = run_layer(architecture, index, weights, stream, rows, inputs.see)
     result = compress_layer(weights, inputs, architecture.layers[index], mine, recipe)
+    reach = CacheReach() if recipe.kv_cache else None
     if stream is not None:
-        if any(one.method == "gptq" for one in mine.values()):
-            after = run_layer(architecture, index, weights, stream, rows, None)
+        gptq = any(one.method == "gptq" for one in mine.values())
+        if gptq or reach is not None:
+            see = None if reach is None else reach.see
+            compressed = run_layer(architecture, index, weights, stream, rows, see)
+            after = compressed if gptq else after
         assert after is not None
         work.keep_stream(index + 1, after.numpy())
     work.keep_layer(
         index,
         {prefix + name: linear for name, linear in result.rounded.items()},
         {prefix + name: tensor for name, tensor in result.changed.items()},
-        _remarks(result, prefix, mine) | {"seconds": round(time.monotonic() - began, 2)},
+        _remarks(result, prefix, mine)
+        | {"kv_scales": None if reach is None else reach.scales()}
+        | {"seconds": round(time.monotonic() - began, 2)},
     )
     return after
 
@@ -140,5 +146,6 @@ def _head(checkpoint: Checkpoint, treatment: Treatment, work: Work, place: int) 
     matrix = to_torch(checkpoint.tensor(name), torch.float32, torch.device("cpu"))
     require_finite(name, matrix)
     linear, _ = round_to_nearest(matrix, treatment.scheme)
-    remarks = {"notes": [], "errors": {}, "bits": {name: treatment.scheme.bits}, "seconds": 0.0}
+    bits = {name: treatment.scheme.bits}
+    remarks = {"notes": [], "errors": {}, "bits": bits, "kv_scales": None, "seconds": 0.0}
     work.keep_layer(place, {name: linear}, {}, remarks)
