@@ -172,7 +172,7 @@ def test_questions_of_a_suite_are_not_calibrated_with(
     done = compress(*arguments, "-o", out, "--calibration", str(tmp_path / "cal.jsonl"))
     assert done.returncode == 1
     assert "1 of the 2 questions of" in done.stderr
-    assert "word for word" in done.stderr
+    assert "are in the calibration, literally" in done.stderr
     done = compress(*arguments, "-o", out)
     assert done.returncode == 0, done.stderr
     assert "mill: pass 0.000 ± 0.000 of 2, +0.000 ± 0.000; 0 gained, 0 lost" in done.stdout

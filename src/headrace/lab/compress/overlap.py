@@ -47,7 +47,7 @@ def require_apart(
         found = sum(_is_in(tokenizer.encode(text), runs) for text in questions)
         if found > _SHARE * len(questions):
             raise ConfigError(
-                f"{found} of the {len(questions)} questions of {suite} are in the calibration, word for word: "
+                f"{found} of the {len(questions)} questions of {suite} are in the calibration, literally: "
                 "the scores would flatter the model. Give another --calibration, or leave the suite out."
             )
 
