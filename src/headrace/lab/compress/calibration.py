@@ -18,6 +18,8 @@ from headrace.model.store import Progress
 
 MIN_TOKENS = 256
 """Fewer say too little about a model's inputs."""
+RUN = 16
+"""Tokens in a row that two texts share only where one was copied from the other."""
 _MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>", "<|turn>")
 
 
@@ -32,6 +34,14 @@ class Calibration:
     def tokens(self) -> int:
         """How many there are in all."""
         return sum(map(len, self.sequences))
+
+    def runs(self) -> set[tuple[int, ...]]:
+        """All that stands anywhere in RUN tokens in a row."""
+        return {
+            sequence[start : start + RUN]
+            for sequence in self.sequences
+            for start in range(0, len(sequence) - RUN + 1)
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -92,6 +102,18 @@ def _fingerprint(sequences: Sequence[Sequence[int]]) -> str:
     for sequence in sequences:
         digest.update(repr(sequence).encode())
     return digest.hexdigest()[:16]
+
+
+def require_apart(calibration: Calibration, evaluated: Sequence[int]) -> None:
+    """Raise ConfigError if more than a hundredth of the evaluated text is in the calibration, literally."""
+    runs = calibration.runs()
+    texts = [tuple(evaluated[start : start + RUN]) for start in range(0, len(evaluated) - RUN + 1, RUN)]
+    shared = sum(run in runs for run in texts)
+    if texts and shared > len(texts) / 100:
+        raise ConfigError(
+            f"{shared / len(texts):.0%} of the text that is to judge the model is in the calibration, word "
+            "for word: the numbers would flatter it. Give another --calibration or another --text."
+        )
 
 
 def _template(tokenizer: Tokenizer) -> ChatTemplate | None:

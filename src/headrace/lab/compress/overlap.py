@@ -9,20 +9,18 @@ from pydantic import BaseModel
 
 from headrace.errors import ConfigError
 from headrace.frontend.tokenizer import Tokenizer
-from headrace.lab.compress.calibration import Calibration
+from headrace.lab.compress.calibration import RUN, Calibration, require_apart
 from headrace.lab.evaluate.choices import CHOICE_SUITES, load_cases
 from headrace.lab.evaluate.own_suite import read_suite
 from headrace.lab.evaluate.text_suite import PERPLEXITY
 from headrace.lab.evaluate.texts import Text, load_text, tokenise
 from headrace.model.store import Progress
 
-_RUN = 16  # tokens in a row that two texts share only where one was copied from the other
 _SHARE = 0.01  # of either side, from which on it is more than a quotation
 _STRIDE = 8  # between the runs of a question that are looked for
-_Runs = set[tuple[int, ...]]
 
 
-def require_apart(
+def require_unseen(
     calibration: Calibration,
     tokenizer: Tokenizer,
     *,
@@ -37,13 +35,13 @@ def require_apart(
     generated (arithmetic, needle, json) and tasks of lm-eval are not looked at.
     """
     if PERPLEXITY in suites:
-        _text_apart(calibration, load_text(texts, progress=progress), tokenizer, tokens)
-    runs: _Runs | None = None
+        _text_unseen(calibration, load_text(texts, progress=progress), tokenizer, tokens)
+    runs: set[tuple[int, ...]] | None = None
     for suite in suites:
-        questions = _questions(suite, progress)
+        questions = list(_questions(suite, progress))
         if not questions:
             continue
-        runs = _every_run(calibration.sequences) if runs is None else runs
+        runs = calibration.runs() if runs is None else runs
         found = sum(_is_in(tokenizer.encode(text), runs) for text in questions)
         if found > _SHARE * len(questions):
             raise ConfigError(
@@ -52,49 +50,29 @@ def require_apart(
             )
 
 
-def _text_apart(calibration: Calibration, text: Text, tokenizer: Tokenizer, tokens: int) -> None:
+def _text_unseen(calibration: Calibration, text: Text, tokenizer: Tokenizer, tokens: int) -> None:
     ids = tokenise(text, tokenizer, len(text.content))
-    starts = range(0, len(ids) - _RUN + 1, _RUN)
-    work = {tuple(ids[start : start + _RUN]) for start in starts}
-    shared = work & _every_run(calibration.sequences)
-    scored = [tuple(ids[start : start + _RUN]) for start in starts if start + _RUN <= tokens]
-    of_text = sum(run in shared for run in scored) / max(len(scored), 1)
-    of_calibration = _RUN * len(shared) / max(calibration.tokens, 1)
-    if max(of_text, of_calibration) <= _SHARE:
-        return
-    what = (
-        f"{of_text:.0%} of the text that is to judge the model is in the calibration"
-        if of_text > _SHARE
-        else f"{of_calibration:.0%} of the calibration is from the text that is to judge the model"
-    )
-    raise ConfigError(
-        f"{what}, word for word: the numbers would flatter it. Give another --calibration or another --text."
-    )
+    require_apart(calibration, ids[:tokens])
+    work = {tuple(ids[start : start + RUN]) for start in range(0, len(ids) - RUN + 1, RUN)}
+    share = RUN * len(work & calibration.runs()) / max(calibration.tokens, 1)
+    if share > _SHARE:
+        raise ConfigError(
+            f"{share:.0%} of the calibration is from the text that is to judge the model, word for word: the "
+            "numbers would flatter it. Give another --calibration or another --text."
+        )
 
 
-def _every_run(sequences: Sequence[Sequence[int]]) -> _Runs:
-    return {
-        tuple(sequence[start : start + _RUN])
-        for sequence in sequences
-        for start in range(0, len(sequence) - _RUN + 1)
-    }
-
-
-def _is_in(ids: Sequence[int], runs: _Runs) -> bool:
+def _is_in(ids: Sequence[int], runs: set[tuple[int, ...]]) -> bool:
     """Whether any run of a question is there. Its first token depends on what stands before it."""
-    return any(tuple(ids[at : at + _RUN]) in runs for at in range(1, len(ids) - _RUN + 1, _STRIDE))
+    return any(tuple(ids[at : at + RUN]) in runs for at in range(1, len(ids) - RUN + 1, _STRIDE))
 
 
 class _Prompt(BaseModel):
     prompt: str
 
 
-def _questions(suite: str, progress: Progress | None) -> list[str]:
+def _questions(suite: str, progress: Progress | None) -> Iterator[str]:
     """The texts that a suite of fixed questions asks."""
-    return list(_texts(suite, progress))
-
-
-def _texts(suite: str, progress: Progress | None) -> Iterator[str]:
     if suite in CHOICE_SUITES:
         for choice in CHOICE_SUITES[suite](progress=progress):
             yield choice.context + choice.continuations[choice.right]

@@ -19,7 +19,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.frontend.tokenizer import load_tokenizer
 from headrace.lab.compress.calibration import Calibration, read_calibration
 from headrace.lab.compress.formats import check_format, write_checkpoint
-from headrace.lab.compress.overlap import require_apart
+from headrace.lab.compress.overlap import require_unseen
 from headrace.lab.compress.peak import peak_memory
 from headrace.lab.compress.plan import Plan, describe, make_plan
 from headrace.lab.compress.quantized import QuantizedLinear
@@ -130,7 +130,7 @@ class Quantization:
             chat_template=asked.calibration_template,
             progress=self.downloads,
         )
-        require_apart(
+        require_unseen(
             calibration,
             tokenizer,
             suites=asked.suites,
