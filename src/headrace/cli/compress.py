@@ -58,6 +58,7 @@ Texts = Annotated[
 ]
 Tokens = Annotated[int, typer.Option(min=4, help="Tokens of text to compare on.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Questions per suite.")]
+Shots = Annotated[str, typer.Option(metavar="N,N", help="Examples before each question, as of eval.")]
 Speed = Annotated[bool, typer.Option("--speed", help="Also measure how fast both models are served.")]
 Backend = Annotated[
     Literal["cpu", "torch"],
@@ -89,6 +90,7 @@ def quantize(
     text: Texts = None,
     tokens: Tokens = 4096,
     limit: Limit = None,
+    shots: Shots = "0",
     backend: Backend = "cpu",
     no_eval: Annotated[bool, typer.Option("--no-eval", help="Do not compare it with its source.")] = False,
     speed: Speed = False,
@@ -115,6 +117,7 @@ def quantize(
         texts=tuple(text or ("shakespeare",)),
         tokens=tokens,
         limit=limit,
+        shots=options.shot_counts(shots),
         backend=backend,
         speed=speed,
         threads=threads,

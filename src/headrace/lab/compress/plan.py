@@ -11,6 +11,7 @@ from headrace.errors import ConfigError
 from headrace.lab.compress.prune_steps import PruneStep, Sparsity
 from headrace.lab.compress.quantized import Scheme
 from headrace.lab.compress.recipe import AwqStep, Recipe, RoundStep, SmoothQuantStep
+from headrace.lab.compress.shape import shape_of
 from headrace.lab.compress.targets import HEAD
 from headrace.model.architecture import Architecture
 from headrace.model.weights.tensor_shapes import expected_shapes
@@ -83,8 +84,11 @@ class Plan:
         return {one.name: one.pruning for one in self.tensors if one.pruning is not None}
 
 
-def make_plan(architecture: Architecture, recipe: Recipe) -> Plan:
-    """Go through the tensors. Raises ConfigError for what the recipe cannot do to this model."""
+def make_plan(architecture: Architecture, recipe: Recipe, source: Architecture | None = None) -> Plan:
+    """Go through the tensors. ``source``: what the architecture was before the recipe changed its shape.
+
+    Raises ConfigError for what the recipe cannot do to this model.
+    """
     if architecture.encoder is not None:
         raise ConfigError("Compression is for models that generate; this one is an encoder.")
     shapes = expected_shapes(architecture)
@@ -93,7 +97,7 @@ def make_plan(architecture: Architecture, recipe: Recipe) -> Plan:
         linears[HEAD] = shapes["head.weight"]
     names = list(linears)
     taken: dict[str, tuple[RoundStep, int | None]] = {}
-    notes: list[str] = []
+    notes = _shape_notes(recipe, source or architecture, architecture)
     for step in recipe.rounds():
         if architecture.tied_head and HEAD in step.targets:
             raise ConfigError(
@@ -134,6 +138,15 @@ def make_plan(architecture: Architecture, recipe: Recipe) -> Plan:
     if average is not None:
         _require_room(average, tensors)
     return Plan(tuple(tensors), tuple(notes), average)
+
+
+def _shape_notes(recipe: Recipe, source: Architecture, left: Architecture) -> list[str]:
+    """What the recipe makes of the shape, before it is known what of the model stays."""
+    if recipe.search is not None:
+        return [f"shape: {shape_of(source)}; a smaller one is searched for"]
+    if recipe.reshapes:
+        return [f"shape: {shape_of(source)}; what stays has {shape_of(left)}"]
+    return []
 
 
 def _pruned(recipe: Recipe, linears: dict[str, tuple[int, ...]]) -> dict[str, Pruning]:
@@ -282,6 +295,11 @@ def _notes(architecture: Architecture, recipe: Recipe) -> list[str]:
     grouped = any(layer.attention.heads != layer.attention.kv_heads for layer in architecture.layers)
     if grouped and (recipe.awq is not None or recipe.smoothquant is not None):
         notes.append("grouped-query attention: heads that share values share the scales of o's inputs")
+    if recipe.kv_cache:
+        notes.append(
+            "keys and values: a float8 scale of each for every layer, for engines that have one; headrace's "
+            "own caches do without"
+        )
     return notes
 
 

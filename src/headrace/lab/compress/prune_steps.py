@@ -35,9 +35,9 @@ class Sparsity:
 
 
 class PruneStep(Targeted):
-    """Makes weights zero: the smallest (``magnitude``), those whose size times that of their input is smallest
-    in their output (``wanda``, arXiv 2306.11695), or those that the others make up for best, which they then
-    do (``sparsegpt``, arXiv 2301.00774).
+    """Makes weights zero: the smallest (``magnitude``), those that are smallest times the size of their input
+    (``wanda``, arXiv 2306.11695), or those that the others make up for best, which they then do
+    (``sparsegpt``, arXiv 2301.00774).
 
     ``sparsity``: the share of zeros. ``pattern`` instead, "N:M": at most N of M neighbouring inputs are not
     zero. ``damping``: of SparseGPT, as of GPTQ.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 import shutil
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from headrace import __version__
 from headrace.errors import ConfigError, HeadraceError
 from headrace.frontend.tokenizer import load_tokenizer
-from headrace.lab.compress.calibration import Calibration, read_calibration, require_apart
+from headrace.lab.compress.calibration import Calibration, read_calibration
 from headrace.lab.compress.cut import CutCheckpoint, first
 from headrace.lab.compress.formats import check_format, write_checkpoint
+from headrace.lab.compress.overlap import require_unseen
+from headrace.lab.compress.peak import peak_memory
 from headrace.lab.compress.plan import Plan, make_plan
 from headrace.lab.compress.recipe import Recipe, named_recipe
 from headrace.lab.compress.report import (
@@ -39,7 +39,7 @@ from headrace.lab.evaluate.evaluation import Evaluation, Settings
 from headrace.lab.evaluate.gate import named_gate
 from headrace.lab.evaluate.results import Report
 from headrace.lab.evaluate.text_suite import PERPLEXITY
-from headrace.lab.evaluate.texts import SHAKESPEARE, load_text, tokenise
+from headrace.lab.evaluate.texts import SHAKESPEARE
 from headrace.model import store
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.weights import open_checkpoint
@@ -68,6 +68,7 @@ class Asked:
     texts: tuple[str, ...] = (SHAKESPEARE,)
     tokens: int = 4096
     limit: int | None = None
+    shots: tuple[int, ...] = (0,)
     backend: Literal["cpu", "torch"] = "cpu"
     speed: bool = False
     threads: int = 0
@@ -98,10 +99,13 @@ class Quantization:
         self._path = store.resolve(asked.model, progress=self.downloads)
         self._checkpoint = open_checkpoint(self._path)
         left = self._left()
-        self.plan = make_plan(left.architecture, self.recipe)
+        self.plan = _with_padding_told(
+            make_plan(left.architecture, self.recipe, self._checkpoint.architecture),
+            left.architecture.vocab_size - load_tokenizer(self._path).vocab_size,
+        )
         schemes = {name: one.scheme for name, one in self.plan.treatments().items()}
         self.output_format = asked.output_format or ("compressed-tensors" if schemes else "float")
-        check_format(self.output_format, schemes, left)
+        check_format(self.output_format, schemes, left, kv_scales=self.recipe.kv_cache)
         self._require_zeros()
         if asked.output.name in ("", ".."):
             raise ConfigError(f"--output {asked.output}: name a folder that is to be made.")
@@ -133,8 +137,8 @@ class Quantization:
         for name in self.plan.prunings():
             if self.output_format == "gguf" and name in rounded and not rounded[name].scheme.symmetric:
                 raise ConfigError(
-                    f"{name}: GGUF's Q4_1 rounds the minimum of a group, so that zeros do not stay zeros: round "
-                    "with symmetric: true, or write compressed-tensors."
+                    f"{name}: GGUF's Q4_1 rounds the minimum of a group, so that zeros do not stay zeros: "
+                    "round with symmetric: true, or write compressed-tensors."
                 )
 
     @cached_property
@@ -153,9 +157,14 @@ class Quantization:
             chat_template=asked.calibration_template,
             progress=self.downloads,
         )
-        if PERPLEXITY in asked.suites:
-            text = load_text(asked.texts, progress=self.downloads)
-            require_apart(calibration, tokenise(text, tokenizer, asked.tokens))
+        require_unseen(
+            calibration,
+            tokenizer,
+            suites=asked.suites,
+            texts=asked.texts,
+            tokens=asked.tokens,
+            progress=self.downloads,
+        )
         return calibration
 
     def estimate(self) -> Estimate:
@@ -195,6 +204,7 @@ class Quantization:
             "texts": list(asked.texts),
             "tokens": asked.tokens,
             "limit": asked.limit,
+            "shots": list(asked.shots),
             "backend": asked.backend,
         }
 
@@ -221,7 +231,7 @@ class Quantization:
             raise ConfigError(f"{self.asked.output} cannot be written: {why}.{kept}") from None
 
     def _run(self, work: Work) -> CompressReport:
-        began = time.monotonic()
+        began, earlier = time.monotonic(), work.finished()
         asked = self.asked
         left, reshaped = self._reshape(work) if self.recipe.reshapes else (self._checkpoint, None)
         if self.plan.treatments() or self.plan.prunings():
@@ -239,9 +249,13 @@ class Quantization:
         self._remove_partial()
         self.progress("writing", 0, 1)
         tensors = CompressedTensors(left, work)
-        write_checkpoint(self._partial, self.output_format, tensors, left)
+        remarks = [work.remarks(index) for index in range(work.finished())]
+        kv_scales = [each["kv_scales"] for each in remarks if each["kv_scales"] is not None]
+        write_checkpoint(self._partial, self.output_format, tensors, left, kv_scales=kv_scales)
         self.progress("writing", 1, 1)
-        report = self._report(work, time.monotonic() - began)
+        seconds = time.monotonic() - began + sum(each["seconds"] for each in remarks[:earlier])
+        report = self._report(work, seconds)
+        report.kv_scales = kv_scales or None
         report.reshaped = reshaped
         if reshaped is not None or self.plan.treatments():
             self._require_smaller(report.size)
@@ -324,6 +338,7 @@ class Quantization:
             texts=asked.texts,
             tokens=asked.tokens,
             limit=asked.limit,
+            shots=asked.shots,
             backend=asked.backend,
             threads=asked.threads,
         )
@@ -336,6 +351,17 @@ class Quantization:
     def _report(self, work: Work, seconds: float) -> CompressReport:
         treated, notes, rounded_share = treated_weights(work)
         calibration = self.calibration
+        size = Size(
+            weights=_weights_bytes([self._partial]),
+            source_weights=_weights_bytes([self._path]),
+            source_16_bit=2 * parameters(self._checkpoint.architecture),
+            rounded_share=rounded_share,
+        )
+        if size.weights > size.source_weights:
+            notes.append(
+                f"the source's files have {size.source_weights / 2**20:.1f} MiB only: its weights have few "
+                "bits already"
+            )
         return CompressReport(
             headrace=__version__,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -349,13 +375,8 @@ class Quantization:
             notes=[*self.plan.notes, *notes],
             sensitivity=work.value("sensitivity"),
             seconds=seconds,
-            peak_memory_bytes=_peak_memory(),
-            size=Size(
-                weights=_weights_bytes([self._partial]),
-                source_weights=_weights_bytes([self._path]),
-                source_16_bit=2 * parameters(self._checkpoint.architecture),
-                rounded_share=rounded_share,
-            ),
+            peak_memory_bytes=peak_memory(),
+            size=size,
             gate=self.asked.gate,
             compared=self._comparison(),
         )
@@ -389,10 +410,11 @@ def _weights_bytes(paths: Sequence[Path]) -> int:
     return sum(file.stat().st_size for file in files if file.suffix in _WEIGHTS)
 
 
-def _peak_memory() -> int:
-    """Of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+def _with_padding_told(plan: Plan, rows: int) -> Plan:
+    if rows <= 0:
+        return plan
+    note = f"vocabulary: {rows} rows behind the tokenizer's tokens are padding, and stay"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _remove(path: Path) -> None:

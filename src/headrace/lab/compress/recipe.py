@@ -85,15 +85,26 @@ class RoundStep(Targeted):
         )
 
 
+class KVCacheStep(BaseModel):
+    """Finds scales with which other engines keep keys and values in float8 e4m3: one of each for a layer, the
+    largest magnitude that the calibration shows over the largest number of the format."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: Literal["kv_cache"]
+
+
 Step = Annotated[
-    DepthStep | WidthStep | SearchStep | AwqStep | SmoothQuantStep | PruneStep | RoundStep,
+    DepthStep | WidthStep | SearchStep | AwqStep | SmoothQuantStep | PruneStep | RoundStep | KVCacheStep,
     Field(discriminator="step"),
 ]
-_ORDER = {"depth": 0, "width": 0, "search": 0, "awq": 1, "smoothquant": 1, "prune": 2, "round": 3}
+_STAGES = (("depth", "width", "search"), ("awq", "smoothquant"), ("prune",), ("round",), ("kv_cache",))
+_STAGE = {kind: place for place, kinds in enumerate(_STAGES) for kind in kinds}
 
 
 class Recipe(BaseModel):
-    """Steps in their order: those that change the shape, that scale channels, that prune, that round."""
+    """Steps in their order: those that change the shape, that scale channels, that prune, that round, and the
+    one for the KV cache."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -102,15 +113,16 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _in_order(self) -> Recipe:
         kinds = [step.step for step in self.steps]
-        scales = "awq" in kinds or "smoothquant" in kinds
-        if scales and "round" not in kinds:
+        if "round" not in kinds and {"awq", "smoothquant", "kv_cache"} & set(kinds):
             raise ValueError("no step rounds anything: add one with step: round")
-        if sorted(kinds, key=_ORDER.__getitem__) != kinds:
+        if "kv_cache" in kinds[:-1]:
+            raise ValueError("kv_cache is the last step, and there is one at most")
+        if sorted(kinds, key=_STAGE.__getitem__) != kinds:
             raise ValueError(
-                "depth, width and search come first; steps that scale channels (awq, smoothquant) come before "
-                "prune, and all of these come before those that round"
+                "depth, width and search come first; steps that scale channels (awq, smoothquant) come "
+                "before prune, and all of these come before those that round"
             )
-        for word in ("depth", "width", "search", "awq", "smoothquant"):
+        for word in (*_STAGES[0], *_STAGES[1]):
             if kinds.count(word) > 1:
                 raise ValueError(f"{word} can be a step once")
         if "search" in kinds and len(kinds) > 1:
@@ -162,6 +174,11 @@ class Recipe(BaseModel):
     def smoothquant(self) -> SmoothQuantStep | None:
         """The step that scales in the manner of SmoothQuant."""
         return next((step for step in self.steps if isinstance(step, SmoothQuantStep)), None)
+
+    @property
+    def kv_cache(self) -> bool:
+        """Whether scales of keys and values are wanted."""
+        return isinstance(self.steps[-1], KVCacheStep)
 
     @property
     def calibrated(self) -> bool:

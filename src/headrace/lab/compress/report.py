@@ -17,6 +17,7 @@ from headrace.lab.compress.reshaped import Reshaped
 from headrace.lab.compress.speed import Speed
 from headrace.lab.compress.work import Work
 from headrace.lab.evaluate.divergence import TextResult
+from headrace.lab.evaluate.results import ItemsResult
 from headrace.lab.evaluate.results import Report as Evaluated
 
 JSON_NAME = "compress.json"
@@ -25,8 +26,8 @@ _WORST = 5
 
 
 class Treated(BaseModel):
-    """One weight that was pruned or rounded: how it is held, the share of zeros if it was pruned, and the share
-    of its output's energy that was lost on the calibration."""
+    """One weight that was pruned or rounded: how it is held, its share of zeros if it was pruned, and the
+    share of its output's energy that was lost on the calibration."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -69,6 +70,7 @@ class CompressReport(BaseModel):
     reshaped: Reshaped | None = None
     notes: list[str]
     sensitivity: list[float] | None = None
+    kv_scales: list[tuple[float, float]] | None = None  # of each layer's keys and values, float8
     seconds: float
     peak_memory_bytes: int
     size: Size
@@ -106,11 +108,14 @@ class CompressReport(BaseModel):
                 f"{found.same_top1.value:.1%}, perplexity {text.perplexity.value:.3f} after "
                 f"{found.reference_perplexity.value:.3f}"
             )
+        if self.evaluation is not None:
+            yield from _suite_lines(self.evaluation)
         for title, speed in (("speed", self.speed), ("speed of the source", self.source_speed)):
             if speed is not None:
                 yield (
                     f"{title}: loads in {speed.load_s:.1f} s, first token after {speed.ttft_ms:.0f} ms, then "
-                    f"{speed.tpot_ms:.1f} ms each; {speed.tokens_per_second:.0f} tokens/s in 8 streams"
+                    f"{speed.tpot_ms:.1f} ms each; {speed.tokens_per_second:.0f} tokens/s in 8 streams; "
+                    f"{speed.memory_bytes / mib:.0f} MiB of memory"
                 )
         yield f"took {self.seconds:.0f} s, {self.peak_memory_bytes / mib:.0f} MiB of memory at the peak"
 
@@ -130,6 +135,24 @@ class CompressReport(BaseModel):
             lines += ["", "| weights that lost most | of | lost of the output |", "|---|---|---|"]
             lines += [f"| {one.name} | {one.scheme} | {one.lost:.2%} |" for one in worst]
         return "\n".join([*lines, ""])
+
+
+def _suite_lines(report: Evaluated) -> Iterator[str]:
+    """Of each suite of questions the scores, the answers that flipped, and how long answers became."""
+    for name, record in report.suites.items():
+        if not isinstance(record.result, ItemsResult):
+            continue
+        for metric, score in record.result.metrics.items():
+            line = f"{name}: {metric} {score.value:.3f} ± {score.se or 0:.3f} of {score.n}"
+            compared = (record.result.against or {}).get(metric)
+            if compared is not None:
+                line += f", {compared.difference.value:+.3f} ± {compared.difference.se or 0:.3f}"
+                if compared.gained is not None:
+                    line += f"; {compared.gained} gained, {compared.lost} lost"
+            yield line
+        length, drift = record.result.output_tokens, record.result.output_tokens_drift
+        if length is not None and drift is not None:
+            yield f"{name}: answers of {length.value:.0f} tokens, {drift.difference.value:+.1f}"
 
 
 def digest(path: Path) -> str:

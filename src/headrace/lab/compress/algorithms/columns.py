@@ -62,7 +62,7 @@ def prepare(gram: torch.Tensor, damping: float, *, largest_first: bool = False) 
 
 
 def sweep(weight: torch.Tensor, factor: torch.Tensor, block: int, change: Change) -> torch.Tensor:
-    """The values ``[out, in]`` that ``change`` makes of the columns of ``weight``, from the first to the last.
+    """The values ``[out, in]`` that ``change`` makes of the columns of ``weight``, one after the other.
 
     ``block``: columns whose errors reach those behind them in one product.
     """

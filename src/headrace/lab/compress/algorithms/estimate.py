@@ -79,7 +79,8 @@ def _of_layers(architecture: Architecture, recipe: Recipe, plan: Plan, tokens: i
         prunings = plan.prunings()
         operations += _ELEMENTWISE * elements
         if tokens:
-            passes = 2 if prunings or any(one.method == "gptq" for one in treatments.values()) else 1
+            again = recipe.kv_cache or prunings or any(one.method == "gptq" for one in treatments.values())
+            passes = 2 if again else 1
             operations += 2 * passes * elements * tokens
             operations += 2 * tokens * sum(width**2 for width in _widths(matrices))
             for name, one in treatments.items():

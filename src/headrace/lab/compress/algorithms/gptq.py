@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,7 +10,7 @@ from headrace.lab.compress.algorithms.columns import BLOCK, prepare, sweep
 from headrace.lab.compress.algorithms.pruning import (
     Zeros,
     chosen_zeros,
-    pruned_by_input,
+    prune,
     zeros_as_they_are,
 )
 from headrace.lab.compress.algorithms.rounding import (
@@ -59,7 +59,7 @@ def gptq(
     if prepared.factor is None:
         notes = (*prepared.notes, "its inputs' matrix could not be factored: rounded to nearest")
         if pruning is not None and pruning.method == "sparsegpt":
-            weight = pruned_by_input(weight, gram, pruning.sparsity)
+            weight = prune(weight, gram, replace(pruning, method="wanda")).values
         return Rounded(*round_to_nearest(weight, scheme), notes)
     order = prepared.order
     zeros: Zeros | None = None

@@ -1,4 +1,4 @@
-"""What of a model its activations miss least: layers, feed-forward channels, heads, features of the stream."""
+"""What of a model shows least in its activations: layers, channels, heads, features of the stream."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Scores:
     """Of a whole model, over a calibration; arrays are float32 ``[layers, …]``.
 
     ``influence``: of each layer ``1 - cos`` of the stream before and after it, the mean over tokens.
-    ``channels``, ``kv_heads``: the energy that each gives to the stream. ``hidden``: the mean absolute value of
-    each feature behind the norms. ``moments``: by norm ``[hidden]``, the mean square of each feature of the
-    stream, as shares of ``hidden`` in all.
+    ``channels``, ``kv_heads``: the energy that each gives to the stream. ``hidden``: the mean absolute value
+    of each feature behind the norms. ``moments``: by norm ``[hidden]``, the mean square of each feature of
+    the stream, where the mean over features is 1.
     """
 
     influence: tuple[float, ...]

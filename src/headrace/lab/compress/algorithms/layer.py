@@ -1,7 +1,8 @@
-"""One layer of a recipe: scale channels, prune, cut ranges, round; from the weights and what went into them."""
+"""One layer of a recipe: scale channels, prune, cut ranges, round; from the weights and their inputs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,7 @@ class LayerResult:
     rounded: dict[str, QuantizedLinear] = field(default_factory=dict)
     changed: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float | None] = field(default_factory=dict)
     zeros: dict[str, float] = field(default_factory=dict)
 
 
@@ -184,6 +185,11 @@ def _rows(linear: QuantizedLinear, rows: slice) -> QuantizedLinear:
 def _remark(inputs: LayerInputs, result: LayerResult) -> None:
     """Channels that are always zero, or that stand out so far that a scale for all would drown the others."""
     for site, seen in inputs.sites.items():
+        if not bool(torch.isfinite(seen.gram).all()):
+            result.notes.append(
+                f"after {site}: channels reach {float(seen.largest.max()):.1e}, and their squares exceed "
+                "float32: nothing is searched for, weights are rounded to nearest"
+            )
         dead = int((seen.largest == 0).sum())
         if dead:
             result.notes.append(f"after {site}: {dead} of {len(seen.largest)} channels were always zero")
@@ -193,7 +199,8 @@ def _remark(inputs: LayerInputs, result: LayerResult) -> None:
             result.notes.append(f"after {site}: {loud} channels reach a thousand times the median channel")
 
 
-def _lost(error: torch.Tensor, weight: torch.Tensor, seen: Inputs) -> float:
-    """``|x @ error.T| ** 2 / |x @ weight.T| ** 2`` over all rows seen."""
+def _lost(error: torch.Tensor, weight: torch.Tensor, seen: Inputs) -> float | None:
+    """``|x @ error.T| ** 2 / |x @ weight.T| ** 2`` over all rows seen; None if these are beyond float32."""
     whole = output_error(weight, seen.gram)
-    return output_error(error, seen.gram) / whole if whole > 0 else 0.0
+    lost = output_error(error, seen.gram) / whole if whole else 0.0
+    return lost if math.isfinite(lost) else None

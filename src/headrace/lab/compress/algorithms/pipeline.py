@@ -12,7 +12,7 @@ from headrace.lab.compress.algorithms.forward import Rows, embed, load_layer, ru
 from headrace.lab.compress.algorithms.layer import LayerResult, compress_layer
 from headrace.lab.compress.algorithms.rounding import require_finite, round_to_nearest
 from headrace.lab.compress.algorithms.sensitivity import layer_divergence, with_bits
-from headrace.lab.compress.algorithms.statistics import LayerInputs
+from headrace.lab.compress.algorithms.statistics import CacheReach, LayerInputs
 from headrace.lab.compress.calibration import Calibration
 from headrace.lab.compress.plan import Plan, Pruning, Treatment
 from headrace.lab.compress.recipe import Recipe
@@ -39,8 +39,8 @@ def run(
 
     In memory are one layer's weights in float32 with what is searched for them, and the residual streams of
     the calibration before and after it. With GPTQ and pruning each layer sees what the compressed ones before
-    it give; without, what the model's own give. Raises ModelFormatError and GenerationError for a model whose numbers
-    are not finite, naming the layer.
+    it give; without, what the model's own give. Raises ModelFormatError and GenerationError for a model whose
+    numbers are not finite, naming the layer.
     """
     if threads > 0:
         torch.set_num_threads(threads)
@@ -113,16 +113,22 @@ def _layer(
         inputs = LayerInputs()
         after = run_layer(architecture, index, weights, stream, rows, inputs.see)
     result = compress_layer(weights, inputs, architecture.layers[index], mine, pruned, recipe)
+    reach = CacheReach() if recipe.kv_cache else None
     if stream is not None:
-        if pruned or any(one.method == "gptq" for one in mine.values()):
-            after = run_layer(architecture, index, weights, stream, rows, None)
+        passed_on = pruned or any(one.method == "gptq" for one in mine.values())
+        if passed_on or reach is not None:
+            see = None if reach is None else reach.see
+            compressed = run_layer(architecture, index, weights, stream, rows, see)
+            after = compressed if passed_on else after
         assert after is not None
         work.keep_stream(index + 1, after.numpy())
     work.keep_layer(
         index,
         {prefix + name: linear for name, linear in result.rounded.items()},
         {prefix + name: tensor for name, tensor in result.changed.items()},
-        _remarks(result, prefix, mine) | {"seconds": round(time.monotonic() - began, 2)},
+        _remarks(result, prefix, mine)
+        | {"kv_scales": None if reach is None else reach.scales()}
+        | {"seconds": round(time.monotonic() - began, 2)},
     )
     return after
 
@@ -144,5 +150,12 @@ def _head(checkpoint: Checkpoint, treatment: Treatment, work: Work, place: int) 
     matrix = to_torch(checkpoint.tensor(name), torch.float32, torch.device("cpu"))
     require_finite(name, matrix)
     linear, _ = round_to_nearest(matrix, treatment.scheme)
-    remarks = {"notes": [], "errors": {}, "zeros": {}, "bits": {name: treatment.scheme.bits}, "seconds": 0.0}
+    remarks = {
+        "notes": [],
+        "errors": {},
+        "zeros": {},
+        "bits": {name: treatment.scheme.bits},
+        "kv_scales": None,
+        "seconds": 0.0,
+    }
     work.keep_layer(place, {name: linear}, {}, remarks)

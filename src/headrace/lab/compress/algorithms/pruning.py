@@ -28,6 +28,9 @@ def prune(weight: torch.Tensor, gram: torch.Tensor | None, pruning: Pruning) -> 
     if pruning.method == "magnitude":
         return Pruned(pruned_by_magnitude(weight, sparsity))
     assert gram is not None  # a recipe with other methods is calibrated
+    if not bool(torch.isfinite(gram.diagonal()).all()):
+        note = "what its inputs amount to exceeds float32: pruned by magnitude"
+        return Pruned(pruned_by_magnitude(weight, sparsity), (note,))
     if pruning.method == "wanda":
         return Pruned(pruned_by_input(weight, gram, sparsity))
     prepared = prepare(gram, pruning.damping)
@@ -83,7 +86,7 @@ def zeros_as_they_are(weight: torch.Tensor) -> Zeros:
 
 
 class _Chosen:
-    """The least of each block of columns by ``(w / d) ** 2`` with ``d`` of the factor's diagonal: what zeroing
+    """The least of each block of columns by ``(w / d) ** 2`` with ``d`` of the factor's diagonal: what it
     costs if the columns behind make up for it. Of a pattern, the least of each group when it is reached.
     """
 
