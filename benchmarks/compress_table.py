@@ -4,7 +4,7 @@
 
 Dequantises the model, adds noise of 3% of each matrix's standard deviation, so that weights lie on no 4-bit
 grid (``--noise 0``: leaves them as they are), and writes that in bfloat16. Each recipe is a run of
-``headrace compress quantize``, and two of ``headrace eval``: in float32 on torch, where only the weights
+``headrace compress quantize`` or ``prune``, and two of ``headrace eval``: in float32 on torch, where only the weights
 differ, and on the engine, which rounds inputs as well. Recipes with inputs of eight bits are also run by
 transformers, which rounds them with one scale a token, as such files ask for.
 
@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.compress_per_token import kl_per_token
 from benchmarks.peers.float_checkpoint import write_dequantised
-from headrace.lab.compress.recipe import BUILT_IN
+from headrace.lab.compress.recipe import BUILT_IN, PRUNING
 from headrace.lab.compress.report import JSON_NAME, read_report
 from headrace.lab.compress.speed import Speed, measure_speed
 from headrace.lab.compress.sweep import PICTURE_NAME, Entry, front, picture
@@ -55,6 +55,10 @@ ORDERINGS = (
     ("awq-int4", "rtn-int4"),
     ("rtn-int8", "rtn-int4"),
     ("mixed-int4-int8", "gptq-int4"),
+    ("wanda-50", "magnitude-50"),
+    ("sparsegpt-50", "magnitude-50"),
+    ("sparsegpt-50", "wanda-50"),
+    ("sparsegpt-2-4", "wanda-2-4"),
 )
 """The first of each pair diverges less."""
 KL = {"rtn-int8": 0.001, "smoothquant-w8a8": 0.01}
@@ -100,7 +104,7 @@ class Bench:
                 recipe = str(self.folder / f"{name}.yaml")
                 Path(recipe).write_text(f"steps:\n{VARIANTS[name]}")
             self._headrace(
-                "compress", "quantize", self.source, "--recipe", recipe, "-o", model, "--no-eval",
+                "compress", "prune" if name in PRUNING else "quantize", self.source, "--recipe", recipe, "-o", model, "--no-eval",
                 "--samples", self._samples,
             )  # fmt: skip
         report = read_report(model)
@@ -123,7 +127,7 @@ class Bench:
     def per_token(self, name: str) -> float | None:
         """KL with inputs rounded as the file asks; None where it asks for nothing."""
         config = json.loads((self.folder / "models" / name / "config.json").read_text())
-        groups = config["quantization_config"]["config_groups"].values()
+        groups = config.get("quantization_config", {}).get("config_groups", {}).values()
         if not any(group["input_activations"] for group in groups):
             return None
         path = self.folder / f"{name}.per-token.json"

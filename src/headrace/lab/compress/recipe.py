@@ -112,7 +112,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _in_order(self) -> Recipe:
-        kinds = [step.step for step in self.steps]
+        kinds: list[str] = [step.step for step in self.steps]
         if "round" not in kinds and {"awq", "smoothquant", "kv_cache"} & set(kinds):
             raise ValueError("no step rounds anything: add one with step: round")
         if "kv_cache" in kinds[:-1]:
