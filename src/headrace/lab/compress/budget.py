@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 from headrace.errors import ConfigError
 from headrace.lab.compress.prune_steps import Dimension, SearchStep
 from headrace.lab.compress.shape import Shape, parameters, reshaped, rounded, shape_of, step_of
 from headrace.model.architecture import Architecture
+
+if TYPE_CHECKING:
+    from headrace.backend.cpu.limits import Limits
 
 _CONTEXT = 512  # tokens before the one whose time a latency is
 _LEAST_LAYERS, _LEAST_CHANNELS, _LEAST_HEADS = 0.5, 0.4, 0.5  # shares below which little of a model is left
@@ -26,9 +30,12 @@ class Budget:
     unit: str
 
 
-def budget_of(step: SearchStep, architecture: Architecture, threads: int) -> Budget:
+def budget_of(
+    step: SearchStep, architecture: Architecture, threads: int, limits: Limits | None = None
+) -> Budget:
     """Raises ConfigError for a budget that the model is within as it is. A latency measures this machine
-    first, for some seconds."""
+    first, for some seconds, or takes its ``limits``.
+    """
     if step.parameters is not None:
         return Budget(parameters, step.parameters * parameters(architecture), "parameters")
     if step.size_mib is not None:
@@ -39,7 +46,7 @@ def budget_of(step: SearchStep, architecture: Architecture, threads: int) -> Bud
             )
         return Budget(_mib, step.size_mib, "MiB in 16 bits")
     assert step.latency is not None
-    cost = _token_ms(threads)
+    cost = _token_ms(threads, limits)
     return Budget(cost, step.latency * cost(architecture), "ms for a token")
 
 
@@ -107,7 +114,7 @@ def _mib(architecture: Architecture) -> float:
     return 2 * parameters(architecture) / 2**20
 
 
-def _token_ms(threads: int) -> Callable[[Architecture], float]:
+def _token_ms(threads: int, limits: Limits | None) -> Callable[[Architecture], float]:
     """What ``headrace plan --here`` predicts of weights in 16 bits on our engine."""
     from headrace.backend.cpu.cores import usable_cores
     from headrace.lab.plan.engine_model import EngineModel
@@ -117,10 +124,10 @@ def _token_ms(threads: int) -> Callable[[Architecture], float]:
     from headrace.lab.plan.recorded_step import record_step
     from headrace.lab.plan.source import Source
 
-    limits, factors = ceilings(threads or usable_cores()), read_hardware().engine
+    known, factors = limits or ceilings(threads or usable_cores()), read_hardware().engine
 
     def cost(architecture: Architecture) -> float:
         program = record_step(Source(Network("candidate", architecture)))
-        return 1000 * EngineModel(program, limits, factors).decode_step_s(1, _CONTEXT)
+        return 1000 * EngineModel(program, known, factors).decode_step_s(1, _CONTEXT)
 
     return cost

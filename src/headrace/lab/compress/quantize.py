@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from headrace import __version__
 from headrace.errors import ConfigError, HeadraceError
 from headrace.frontend.tokenizer import load_tokenizer
+from headrace.lab.compress.budget import budget_of, candidates
 from headrace.lab.compress.calibration import Calibration, read_calibration
 from headrace.lab.compress.cut import CutCheckpoint, first
 from headrace.lab.compress.formats import check_format, write_checkpoint
@@ -98,7 +99,7 @@ class Quantization:
         self._require_suites()
         self._path = store.resolve(asked.model, progress=self.downloads)
         self._checkpoint = open_checkpoint(self._path)
-        left = self._left()
+        left = self._left
         self.plan = _with_padding_told(
             make_plan(left.architecture, self.recipe, self._checkpoint.architecture),
             left.architecture.vocab_size - load_tokenizer(self._path).vocab_size,
@@ -120,14 +121,18 @@ class Quantization:
         if not asked.output.absolute().parent.is_dir():
             raise ConfigError(f"The folder of {asked.output} does not exist.")
 
+    @cached_property
     def _left(self) -> Checkpoint:
         """The model, or a stand-in with the sizes of what is to be left of it. What a search will find is
-        checked when it is found."""
+        checked when it is found, but a budget that nothing meets is refused here, where that can be told
+        without measuring."""
         architecture = self._checkpoint.architecture
         if not self.recipe.reshapes:
             return self._checkpoint
-        shape = shape_of(architecture)
-        if self.recipe.search is None:
+        shape, search = shape_of(architecture), self.recipe.search
+        if search is not None and search.latency is None:
+            candidates(architecture, search.dimensions, budget_of(search, architecture, self.asked.threads))
+        if search is None:
             shape = asked_shape(architecture, self.recipe.depth, self.recipe.width)
         return CutCheckpoint(self._checkpoint, first(architecture, shape))
 
@@ -174,7 +179,7 @@ class Quantization:
         tokens = 0 if self.calibration is None else self.calibration.tokens
         architecture = self._checkpoint.architecture
         return estimate(
-            architecture, self._left().architecture, self.recipe, self.plan, tokens, self.asked.threads
+            architecture, self._left.architecture, self.recipe, self.plan, tokens, self.asked.threads
         )
 
     def resumes(self) -> int:

@@ -44,6 +44,7 @@ def choose_cut(
     if threads > 0:
         torch.set_num_threads(threads)
     with torch.inference_mode():
+        shapes = _candidates(checkpoint, recipe.search, work, threads)
         scores = look(checkpoint, calibration, work, progress)
         about: dict[str, Any] = {"influence": list(scores.influence)}
         cost: Sequence[float] = scores.influence
@@ -57,7 +58,6 @@ def choose_cut(
         if recipe.search is None:
             shape = asked_shape(checkpoint.architecture, recipe.depth, recipe.width)
         else:
-            shapes = _candidates(checkpoint, recipe.search, work, threads)
             measured = _search(checkpoint, scores, cost, shapes, calibration, work, progress)
             shape = min(measured, key=lambda one: (measured[one], one))
             best_first = sorted(measured.items(), key=lambda two: two[1])
@@ -65,8 +65,11 @@ def choose_cut(
         return make_cut(checkpoint, scores, cost, shape), about
 
 
-def _candidates(checkpoint: Checkpoint, step: SearchStep, work: Work, threads: int) -> list[Shape]:
-    """Kept, because a latency is measured, and another run would measure another."""
+def _candidates(checkpoint: Checkpoint, step: SearchStep | None, work: Work, threads: int) -> list[Shape]:
+    """Of a search, before anything else is done, which takes longer. Kept, because a latency is measured, and
+    another run would measure another."""
+    if step is None:
+        return []
     found = work.value("candidates")
     if found is None:
         budget = budget_of(step, checkpoint.architecture, threads)
