@@ -4,8 +4,8 @@
 
 Dequantises the model, adds noise of 3% of each matrix's standard deviation, so that weights lie on no 4-bit
 grid (``--noise 0``: leaves them as they are), and writes that in bfloat16. Each recipe is a run of
-``headrace compress quantize`` or ``prune``, and two of ``headrace eval``: in float32 on torch, where only the weights
-differ, and on the engine, which rounds inputs as well. Recipes with inputs of eight bits are also run by
+``headrace compress quantize`` or ``prune``, and two of ``headrace eval``: in float32 on torch, where only
+the weights differ, and on the engine, which rounds inputs as well. Recipes with inputs of eight bits are also run by
 transformers, which rounds them with one scale a token, as such files ask for.
 
 What is finished is kept, and the next call goes on: a call may be ended at any time. At the end come the
@@ -103,8 +103,9 @@ class Bench:
             if name in VARIANTS:
                 recipe = str(self.folder / f"{name}.yaml")
                 Path(recipe).write_text(f"steps:\n{VARIANTS[name]}")
+            command = "prune" if name in PRUNING else "quantize"
             self._headrace(
-                "compress", "prune" if name in PRUNING else "quantize", self.source, "--recipe", recipe, "-o", model, "--no-eval",
+                "compress", command, self.source, "--recipe", recipe, "-o", model, "--no-eval",
                 "--samples", self._samples,
             )  # fmt: skip
         report = read_report(model)

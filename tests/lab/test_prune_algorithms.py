@@ -1,6 +1,6 @@
 """Pruning on a small layer, against the papers' algorithms in plain torch: the same zeros, the same weights.
 
-The plain versions work on the inputs themselves and on one column after the other, without blocks of products.
+The plain versions work on the inputs themselves and on one column after the other, without blocks.
 """
 
 from __future__ import annotations

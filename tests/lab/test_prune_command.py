@@ -1,4 +1,4 @@
-"""``headrace compress prune`` from outside: zeros in the files, with rounding and without, and what it refuses."""
+"""``headrace compress prune`` from outside: zeros in files, with rounding and without; what it refuses."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_pattern_that_does_not_divide_is_refused() -> None:
     sizes = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 36}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     found = Recipe.model_validate({"steps": [{"step": "prune", "pattern": "4:8"}]})
-    with pytest.raises(ConfigError, match="pattern: 4:8 does not divide the 36 inputs of layers.0.feed"):
+    with pytest.raises(ConfigError, match=r"pattern: 4:8 does not divide the 36 inputs of layers\.0\.feed"):
         make_plan(architecture_from_hf(sizes | heads), found)
 
 

@@ -144,9 +144,7 @@ def sweep(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Gets a folder each.")],
     recipe: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME|FILE", help="Repeat it, or separate by commas. Default: all built-in ones."
-        ),
+        typer.Option(metavar="NAME|FILE", help="Repeat it, or separate by commas. Default: all that round."),
     ] = None,
     output_format: OutputFormat = None,
     calibration: CalibrationSet = "default",

@@ -150,7 +150,7 @@ def _head(checkpoint: Checkpoint, treatment: Treatment, work: Work, place: int) 
     matrix = to_torch(checkpoint.tensor(name), torch.float32, torch.device("cpu"))
     require_finite(name, matrix)
     linear, _ = round_to_nearest(matrix, treatment.scheme)
-    remarks = {
+    remarks: dict[str, Any] = {
         "notes": [],
         "errors": {},
         "zeros": {},
