@@ -5,8 +5,8 @@
 Dequantises the model, adds noise of 3% of each matrix's standard deviation, so that weights lie on no 4-bit
 grid (``--noise 0``: leaves them as they are), and writes that in bfloat16. Each recipe is a run of
 ``headrace compress quantize`` or ``prune``, and two of ``headrace eval``: in float32 on torch, where only
-the weights differ, and on the engine, which rounds inputs as well. Recipes with inputs of eight bits are also run by
-transformers, which rounds them with one scale a token, as such files ask for.
+the weights differ, and on the engine, which rounds inputs as well. Recipes with inputs of eight bits are also
+run by transformers, which rounds them with one scale a token, as such files ask for.
 
 What is finished is kept, and the next call goes on: a call may be ended at any time. At the end come the
 table, the picture, and the bars: which recipe diverges less than which, in pairs over the same stretches of
