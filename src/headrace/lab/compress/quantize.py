@@ -217,7 +217,7 @@ class Quantization:
         self.progress("writing", 0, 1)
         tensors = CompressedTensors(self._checkpoint, work)
         remarks = [work.remarks(index) for index in range(work.finished())]
-        kv_scales = [each["kv_scales"] for each in remarks if each["kv_scales"] is not None]
+        kv_scales = [tuple(each["kv_scales"]) for each in remarks if each["kv_scales"] is not None]
         write_checkpoint(self._partial, asked.output_format, tensors, self._checkpoint, kv_scales=kv_scales)
         self.progress("writing", 1, 1)
         seconds = time.monotonic() - began + sum(each["seconds"] for each in remarks[:earlier])
