@@ -22,9 +22,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from benchmarks.compress_per_token import kl_per_token
 from benchmarks.peers.float_checkpoint import write_dequantised
 from headrace.lab.compress.recipe import BUILT_IN, PRUNING
@@ -72,6 +69,9 @@ def source_of(model: str, noise: float, folder: Path) -> None:
     """A float checkpoint of ``model``; with noise, of weights that are not on the grid of its codes."""
     if folder.exists():
         return
+    import torch
+    from safetensors.torch import load_file, save_file
+
     unfinished = folder.with_name(f"{folder.name}.part")
     write_dequantised(store.resolve(model), unfinished, "bfloat16")
     draw = torch.Generator().manual_seed(7)

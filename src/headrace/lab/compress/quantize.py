@@ -255,7 +255,7 @@ class Quantization:
         self.progress("writing", 0, 1)
         tensors = CompressedTensors(left, work)
         remarks = [work.remarks(index) for index in range(work.finished())]
-        kv_scales = [each["kv_scales"] for each in remarks if each["kv_scales"] is not None]
+        kv_scales = [tuple(each["kv_scales"]) for each in remarks if each["kv_scales"] is not None]
         write_checkpoint(self._partial, self.output_format, tensors, left, kv_scales=kv_scales)
         self.progress("writing", 1, 1)
         seconds = time.monotonic() - began + sum(each["seconds"] for each in remarks[:earlier])
