@@ -17,7 +17,7 @@ from headrace.model.weights.tensor_shapes import expected_shapes
 
 _SIDE = 1024
 _TIMED_S = 0.1
-_SHAPES = 30  # that a search measures, one quarter of them twice
+_SEARCH_TOKENS = 15 * SENSITIVITY_TOKENS  # of thirty shapes: a quarter for each, all for the best quarter
 _ELEMENTWISE = 40  # passes over a weight that rounding and its searches cost, each worth this many operations
 
 
@@ -58,7 +58,7 @@ def _of_looking(architecture: Architecture, recipe: Recipe, tokens: int) -> tupl
     if recipe.depth_by == "kl":
         operations += SENSITIVITY_TOKENS * layers * (elements + 2 * head)
     if recipe.search is not None:
-        operations += 2 * _SHAPES * SENSITIVITY_TOKENS * (elements + 2 * head) / 2
+        operations += 2.0 * _SEARCH_TOKENS * (elements + 2 * head)
     streams = 3 * tokens * architecture.hidden_size
     if recipe.depth_by == "kl":
         streams = max(streams, SENSITIVITY_TOKENS * architecture.hidden_size * (2 * layers + 2) + head)
