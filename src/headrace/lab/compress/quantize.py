@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from headrace import __version__
 from headrace.errors import ConfigError, HeadraceError
 from headrace.frontend.tokenizer import load_tokenizer
-from headrace.lab.compress.budget import budget_of, candidates
 from headrace.lab.compress.calibration import Calibration, read_calibration
-from headrace.lab.compress.cut import CutCheckpoint, first
 from headrace.lab.compress.formats import check_format, write_checkpoint
 from headrace.lab.compress.overlap import require_unseen
 from headrace.lab.compress.peak import peak_memory
@@ -32,8 +30,8 @@ from headrace.lab.compress.report import (
     digest,
     treated_weights,
 )
-from headrace.lab.compress.reshaped import Reshaped
-from headrace.lab.compress.shape import asked_shape, parameters, shape_of
+from headrace.lab.compress.reshaped import reshape, stand_in
+from headrace.lab.compress.shape import parameters
 from headrace.lab.compress.tensors import CompressedTensors
 from headrace.lab.compress.work import Work
 from headrace.lab.evaluate.evaluation import Evaluation, Settings
@@ -42,7 +40,6 @@ from headrace.lab.evaluate.results import Report
 from headrace.lab.evaluate.text_suite import PERPLEXITY
 from headrace.lab.evaluate.texts import SHAKESPEARE
 from headrace.model import store
-from headrace.model.checkpoint import Checkpoint
 from headrace.model.weights import open_checkpoint
 
 if TYPE_CHECKING:
@@ -99,7 +96,7 @@ class Quantization:
         self._require_suites()
         self._path = store.resolve(asked.model, progress=self.downloads)
         self._checkpoint = open_checkpoint(self._path)
-        left = self._left
+        self._left = left = stand_in(self._checkpoint, self.recipe, asked.threads)
         self.plan = _with_padding_told(
             make_plan(left.architecture, self.recipe, self._checkpoint.architecture),
             left.architecture.vocab_size - load_tokenizer(self._path).vocab_size,
@@ -120,21 +117,6 @@ class Quantization:
             raise ConfigError(f"{asked.output} is or holds the model itself: name another folder.")
         if not asked.output.absolute().parent.is_dir():
             raise ConfigError(f"The folder of {asked.output} does not exist.")
-
-    @cached_property
-    def _left(self) -> Checkpoint:
-        """The model, or a stand-in with the sizes of what is to be left of it. What a search will find is
-        checked when it is found, but a budget that nothing meets is refused here, where that can be told
-        without measuring."""
-        architecture = self._checkpoint.architecture
-        if not self.recipe.reshapes:
-            return self._checkpoint
-        shape, search = shape_of(architecture), self.recipe.search
-        if search is not None and search.latency is None:
-            candidates(architecture, search.dimensions, budget_of(search, architecture, self.asked.threads))
-        if search is None:
-            shape = asked_shape(architecture, self.recipe.depth, self.recipe.width)
-        return CutCheckpoint(self._checkpoint, first(architecture, shape))
 
     def _require_zeros(self) -> None:
         """Raise ConfigError where the format would not keep zeros exactly."""
@@ -238,7 +220,18 @@ class Quantization:
     def _run(self, work: Work) -> CompressReport:
         began, earlier = time.monotonic(), work.finished()
         asked = self.asked
-        left, reshaped = self._reshape(work) if self.recipe.reshapes else (self._checkpoint, None)
+        left, reshaped = self._checkpoint, None
+        if self.recipe.reshapes:
+            assert self.calibration is not None  # such a recipe is calibrated
+            with self._looked(work) as looked:
+                left, reshaped = reshape(
+                    self._checkpoint,
+                    self.recipe,
+                    self.calibration,
+                    looked,
+                    threads=asked.threads,
+                    progress=self.progress,
+                )
         if self.plan.treatments() or self.plan.prunings():
             from headrace.lab.compress.algorithms.pipeline import run
 
@@ -279,23 +272,6 @@ class Quantization:
     def _looked(self, work: Work) -> Work:
         """What the model was seen to do before its shape was changed, and what was chosen by it."""
         return Work(work.path / "shape", {"of": "shape"})
-
-    def _reshape(self, work: Work) -> tuple[Checkpoint, Reshaped]:
-        """What is left of the model, and how it was chosen."""
-        from headrace.lab.compress.algorithms.reshape import choose_cut
-
-        assert self.calibration is not None  # a recipe that reshapes is calibrated
-        with self._looked(work) as looked:
-            cut, about = choose_cut(
-                self._checkpoint,
-                self.recipe,
-                self.calibration,
-                looked,
-                threads=self.asked.threads,
-                progress=self.progress,
-            )
-        left = CutCheckpoint(self._checkpoint, cut)
-        return left, Reshaped.of(self._checkpoint.architecture, left.architecture, cut, about)
 
     def _remove_partial(self) -> None:
         """The folder that is not whole, and what a killed run left of the draft of one."""

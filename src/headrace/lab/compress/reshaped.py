@@ -1,4 +1,4 @@
-"""What a smaller shape left of a model, for its report."""
+"""What a smaller shape leaves of a model: before it is known, when it is, and for the report."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from headrace.lab.compress.cut import Cut
-from headrace.lab.compress.shape import parameters
+from headrace.lab.compress.budget import budget_of, candidates
+from headrace.lab.compress.calibration import Calibration
+from headrace.lab.compress.cut import Cut, CutCheckpoint, first
+from headrace.lab.compress.recipe import Recipe
+from headrace.lab.compress.shape import asked_shape, parameters, shape_of
+from headrace.lab.compress.work import Work
 from headrace.model.architecture import Architecture
+from headrace.model.checkpoint import Checkpoint
+from headrace.model.store import Progress
 
 
 class Sizes(BaseModel):
@@ -63,3 +69,39 @@ class Reshaped(BaseModel):
         old, new = self.source.model_dump(), self.left.model_dump()
         changed = [f"{name} {old[name]} → {new[name]}" for name in old if new[name] != old[name]]
         return f"shape: {', '.join(changed)} ({new['parameters'] / old['parameters']:.1%})"
+
+
+def stand_in(checkpoint: Checkpoint, recipe: Recipe, threads: int) -> Checkpoint:
+    """The model, or something with the sizes of what is to be left of it, which is enough for a plan.
+
+    What a search will find is checked when it is found; but a budget that nothing meets is refused here,
+    where that can be told without measuring. Raises ConfigError for that, and for a shape that cannot be.
+    """
+    if not recipe.reshapes:
+        return checkpoint
+    architecture = checkpoint.architecture
+    search = recipe.search
+    if search is None:
+        return CutCheckpoint(
+            checkpoint, first(architecture, asked_shape(architecture, recipe.depth, recipe.width))
+        )
+    if search.latency is None:
+        candidates(architecture, search.dimensions, budget_of(search, architecture, threads))
+    return CutCheckpoint(checkpoint, first(architecture, shape_of(architecture)))
+
+
+def reshape(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    calibration: Calibration,
+    work: Work,
+    *,
+    threads: int,
+    progress: Progress,
+) -> tuple[Checkpoint, Reshaped]:
+    """What is left of the model, and how it was chosen. Raises what :func:`choose_cut` raises."""
+    from headrace.lab.compress.algorithms.reshape import choose_cut
+
+    cut, about = choose_cut(checkpoint, recipe, calibration, work, threads=threads, progress=progress)
+    left = CutCheckpoint(checkpoint, cut)
+    return left, Reshaped.of(checkpoint.architecture, left.architecture, cut, about)
