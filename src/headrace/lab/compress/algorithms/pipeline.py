@@ -147,5 +147,5 @@ def _head(checkpoint: Checkpoint, treatment: Treatment, work: Work, place: int) 
     require_finite(name, matrix)
     linear, _ = round_to_nearest(matrix, treatment.scheme)
     bits = {name: treatment.scheme.bits}
-    remarks = {"notes": [], "errors": {}, "bits": bits, "kv_scales": None, "seconds": 0.0}
+    remarks: dict[str, Any] = {"notes": [], "errors": {}, "bits": bits, "kv_scales": None, "seconds": 0.0}
     work.keep_layer(place, {name: linear}, {}, remarks)
