@@ -249,7 +249,7 @@ void dense_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_beg
 // the next as the floats that they are: the same bits as dense_rows gives.
 constexpr int kStretch = 64;      // inputs
 constexpr int kStretchRows = 48;  // at most
-constexpr int kWidenFrom = 8;     // rows: fewer are done sooner by dense_rows
+constexpr int kWidenFrom = 16;    // rows: fewer are done as soon by dense_rows
 
 template <int MR, int NT>
 HR_INLINE void stretch_rows(const MatmulArgs& a, const float* w, int first, int inputs, int row, float* sums) {
