@@ -1,66 +1,227 @@
-"""The table of docs/compress.md: every built-in recipe on SmolLM2, from weights that lie on no 4-bit grid.
+"""The table of docs/compress.md: recipes on SmolLM2, what each costs, and whether the better one is better.
 
-    python benchmarks/compress_table.py [--tokens 4096] [--threads 2] [--output compress-table]
+    python -m benchmarks.compress_table [--noise 0.03] [--recipes a,b] [--speed] [--output compress-table]
 
-Dequantises the model, adds noise of 3% of each matrix's standard deviation, writes that in bfloat16, and
-sweeps recipes over it: divergence in float32 (torch), size, time, and the speed of this machine's engine.
-Then it checks which recipe must diverge less than which, and the bars on divergence, size and time. Exits
-with 1 if one does not hold.
+Dequantises the model, adds noise of 3% of each matrix's standard deviation, so that weights lie on no 4-bit
+grid (``--noise 0``: leaves them as they are), and writes that in bfloat16. Each recipe is a run of
+``headrace compress quantize`` or ``prune``, and two of ``headrace eval``: in float32 on torch, where only
+the weights differ, and on the engine, which rounds inputs as well. Recipes with inputs of eight bits are also
+run by transformers, which rounds them with one scale a token, as such files ask for.
+
+What is finished is kept, and the next call goes on: a call may be ended at any time. At the end come the
+table, the picture, and the bars: which recipe diverges less than which, in pairs over the same stretches of
+text; divergence, size, time and memory. Exits with 1 if one does not hold.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-
+from benchmarks.compress_per_token import kl_per_token
 from benchmarks.peers.float_checkpoint import write_dequantised
-from headrace.lab.compress.quantize import Asked
-from headrace.lab.compress.recipe import BUILT_IN
-from headrace.lab.compress.sweep import Entry, sweep, table
+from headrace.lab.compress.recipe import BUILT_IN, PRUNING
+from headrace.lab.compress.report import JSON_NAME, read_report
+from headrace.lab.compress.speed import Speed, measure_speed
+from headrace.lab.compress.sweep import PICTURE_NAME, Entry, front, picture
+from headrace.lab.evaluate.divergence import Divergence, TextResult
+from headrace.lab.evaluate.results import Report
+from headrace.lab.evaluate.results import read_report as read_evaluation
+from headrace.lab.evaluate.statistics import compare_amounts
 from headrace.model import store
 
 _ROUND = "- {{step: round, method: {method}, bits: 4, group_size: {size}, symmetric: {symmetric}}}\n"
 VARIANTS = {
     "rtn-g64-symmetric": _ROUND.format(method="rtn", size=64, symmetric="true"),
-    "rtn-g64": _ROUND.format(method="rtn", size=64, symmetric="false"),
     "rtn-g32": _ROUND.format(method="rtn", size=32, symmetric="false"),
     "rtn-g192": _ROUND.format(method="rtn", size=192, symmetric="false"),
-    "gptq-g64": _ROUND.format(method="gptq", size=64, symmetric="false"),
-    "awq-gptq-g64": "- {step: awq}\n" + _ROUND.format(method="gptq", size=64, symmetric="false"),
+    "gptq-g192": _ROUND.format(method="gptq", size=192, symmetric="false"),
+    "awq-gptq": "- {step: awq}\n" + _ROUND.format(method="gptq", size=64, symmetric="false"),
 }
+"""Beside the built-in ones, whose 4-bit groups are of 64: 128 does not divide this model's 576 inputs."""
 ORDERINGS = (
-    ("rtn-g64", "rtn-g64-symmetric"),
-    ("rtn-g32", "rtn-g64"),
-    ("rtn-g64", "rtn-g192"),
+    ("rtn-int4", "rtn-g64-symmetric"),
+    ("rtn-g32", "rtn-int4"),
+    ("rtn-int4", "rtn-g192"),
     ("gptq-int4", "rtn-int4"),
+    ("gptq-g192", "rtn-g192"),
     ("awq-int4", "rtn-int4"),
     ("rtn-int8", "rtn-int4"),
     ("mixed-int4-int8", "gptq-int4"),
+    ("wanda-50", "magnitude-50"),
+    ("sparsegpt-50", "magnitude-50"),
+    ("sparsegpt-50", "wanda-50"),
+    ("sparsegpt-2-4", "wanda-2-4"),
 )
 """The first of each pair diverges less."""
-BARS = {"rtn-int8": 0.001, "smoothquant-w8a8": 0.01}
+KL = {"rtn-int8": 0.001, "smoothquant-w8a8": 0.01}
 SECONDS = {"rtn-int8": 20, "rtn-int4": 20, "awq-int4": 600, "gptq-int4": 600}
+SHARES = {"rtn-int4": 0.28, "awq-int4": 0.28, "gptq-int4": 0.28, "rtn-int8": 0.52}
+MEMORY_BYTES = 1_500_000_000
+"""Beside the weights in float32."""
 
 
-def perturbed(source: Path, folder: Path) -> None:
-    """A float checkpoint of ``source`` whose weights are not on the grid of its codes."""
+def source_of(model: str, noise: float, folder: Path) -> None:
+    """A float checkpoint of ``model``; with noise, of weights that are not on the grid of its codes."""
     if folder.exists():
         return
+    import torch
+    from safetensors.torch import load_file, save_file
+
     unfinished = folder.with_name(f"{folder.name}.part")
-    write_dequantised(source, unfinished, "bfloat16")
+    write_dequantised(store.resolve(model), unfinished, "bfloat16")
     draw = torch.Generator().manual_seed(7)
     for path in unfinished.glob("*.safetensors"):
         tensors = load_file(path)
         for name, tensor in tensors.items():
-            if tensor.ndim == 2 and "embed" not in name:
-                noise = torch.randn(tensor.shape, generator=draw) * 0.03 * tensor.float().std()
-                tensors[name] = (tensor.float() + noise).bfloat16()
+            if noise and tensor.ndim == 2 and "embed" not in name:
+                added = torch.randn(tensor.shape, generator=draw) * noise * tensor.float().std()
+                tensors[name] = (tensor.float() + added).bfloat16()
         save_file(tensors, path, metadata={"format": "pt"})
     unfinished.rename(folder)
+
+
+class Bench:
+    """One source, its compressed models, and what was measured of them, in a folder."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.folder = folder
+        self.source = folder / "source"
+        self._tokens, self._samples, self._threads = options.tokens, options.samples, options.threads
+        (folder / "models").mkdir(parents=True, exist_ok=True)
+        source_of(options.model, options.noise, self.source)
+
+    def entry(self, name: str) -> Entry:
+        """A recipe's outcome; it is compressed and evaluated if it has not been."""
+        model = self.folder / "models" / name
+        if not (model / JSON_NAME).exists():
+            recipe = name
+            if name in VARIANTS:
+                recipe = str(self.folder / f"{name}.yaml")
+                Path(recipe).write_text(f"steps:\n{VARIANTS[name]}")
+            command = "prune" if name in PRUNING else "quantize"
+            self._headrace(
+                "compress", command, self.source, "--recipe", recipe, "-o", model, "--no-eval",
+                "--samples", self._samples,
+            )  # fmt: skip
+        report = read_report(model)
+        report.evaluation = self.evaluation(name, "torch")
+        return Entry(name, report)
+
+    def evaluation(self, name: str, backend: str) -> Report:
+        """Of a compressed model against the source, on the same backend."""
+        path = self.folder / f"{name}.{backend}.json"
+        if not path.exists():
+            self._headrace(
+                "eval", self.folder / "models" / name, "--against", self.source, "--suite", "perplexity",
+                "--tokens", self._tokens, "--backend", backend, "-o", path,
+                "--reference-logits", self.folder / f"reference.{backend}.safetensors",
+            )  # fmt: skip
+        found = read_evaluation(path)
+        assert found is not None  # it was just written
+        return found
+
+    def per_token(self, name: str) -> float | None:
+        """KL with inputs rounded as the file asks; None where it asks for nothing."""
+        config = json.loads((self.folder / "models" / name / "config.json").read_text())
+        groups = config.get("quantization_config", {}).get("config_groups", {}).values()
+        if not any(group["input_activations"] for group in groups):
+            return None
+        path = self.folder / f"{name}.per-token.json"
+        if not path.exists():
+            found = kl_per_token(self.folder / "models" / name, self.source, self._tokens)
+            path.write_text(json.dumps(found))
+        return float(json.loads(path.read_text()))
+
+    def speed(self, folder: Path) -> Speed:
+        """How fast it is served."""
+        path = self.folder / f"{folder.name}.speed.json"
+        if not path.exists():
+            path.write_text(measure_speed(folder, threads=self._threads).model_dump_json())
+        return Speed.model_validate_json(path.read_bytes())
+
+    def _headrace(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "headrace.cli", *map(str, arguments)]
+        subprocess.run([*command, "--threads", str(self._threads)], check=True)
+
+
+def divergence(report: Report | None) -> Divergence:
+    """What was measured on text."""
+    result = None if report is None else report.suites["perplexity"].result
+    assert isinstance(result, TextResult) and result.divergence is not None
+    return result.divergence
+
+
+def table(bench: Bench, entries: list[Entry]) -> Iterator[str]:
+    """Markdown lines, the smallest first."""
+    best = {entry.name for entry in front(entries)}
+    timed = any(entry.report.speed for entry in entries)
+    heads = [
+        "recipe",
+        "MiB",
+        "of 16 bits",
+        "KL, weights alone",
+        "same top-1",
+        "KL as served",
+        "took",
+        "peak MiB",
+    ]
+    heads += ["first token", "a token", "8 streams"] if timed else []
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for entry in sorted(entries, key=lambda one: one.size_mib):
+        report, found = entry.report, divergence(entry.report.evaluation)
+        served = divergence(bench.evaluation(entry.name, "cpu")).kl
+        cells = [
+            f"**{entry.name}**" if entry.name in best else entry.name,
+            f"{entry.size_mib:.0f}",
+            f"{report.size.rounded_share:.3f}",
+            f"{found.kl.value:.5f} ± {found.kl.se or 0:.5f}",
+            f"{found.same_top1.value:.1%}",
+            f"{served.value:.5f} ± {served.se or 0:.5f}",
+            f"{report.seconds:.0f} s",
+            f"{report.peak_memory_bytes / 2**20:.0f}",
+        ]
+        if timed and (speed := report.speed) is not None:
+            cells += [
+                f"{speed.ttft_ms:.0f} ms",
+                f"{speed.tpot_ms:.1f} ms",
+                f"{speed.tokens_per_second:.0f}/s",
+            ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def broken(bench: Bench, found: dict[str, Entry]) -> Iterator[str]:
+    """The bars that do not hold; prints each comparison."""
+    for better, worse in ORDERINGS:
+        if better not in found or worse not in found:
+            continue
+        pair = [divergence(found[name].report.evaluation).kl_stretches for name in (better, worse)]
+        compared = compare_amounts(*pair, seed=0)
+        gap = f"{compared.difference.value:+.5f} ± {compared.difference.se or 0:.5f}"
+        print(f"{better} - {worse}: {gap} (95%: {compared.low:+.5f} … {compared.high:+.5f})")
+        if compared.high >= 0:
+            yield f"{better} is not below {worse}: {gap}"
+    for name, bar in KL.items():
+        if name in found and not found[name].kl <= bar:
+            yield f"{name}: KL {found[name].kl:.5f} is above {bar}"
+    for name, entry in found.items():
+        report = entry.report
+        if name in SECONDS and report.seconds > SECONDS[name]:
+            yield f"{name}: {report.seconds:.0f} s are above {SECONDS[name]}"
+        if name in SHARES and report.size.rounded_share > SHARES[name]:
+            yield f"{name}: {report.size.rounded_share:.3f} of 16 bits are above {SHARES[name]}"
+        if report.peak_memory_bytes > 2 * report.size.source_16_bit + MEMORY_BYTES:
+            yield f"{name}: {report.peak_memory_bytes / 1e9:.2f} GB at the peak"
+        kl = bench.per_token(name)
+        if kl is not None:
+            print(f"{name}, inputs rounded per token: KL {kl:.5f}")
+            if name in KL and kl > KL[name]:
+                yield f"{name}: KL {kl:.5f} with inputs rounded per token is above {KL[name]}"
 
 
 def main() -> int:
@@ -69,58 +230,28 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--noise", type=float, default=0.03, help="share of a matrix's standard deviation")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--speed", action="store_true", help="also time each model on the engine")
     parser.add_argument("--recipes", default=",".join([*BUILT_IN, *VARIANTS]))
     parser.add_argument("--output", type=Path, default=Path("compress-table"))
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    source = options.output / "source"
-    perturbed(store.resolve(options.model), source)
-    names = options.recipes.split(",")
-    for name in VARIANTS:
-        (options.output / f"{name}.yaml").write_text(f"steps:\n{VARIANTS[name]}")
-    recipes = [str(options.output / f"{name}.yaml") if name in VARIANTS else name for name in names]
-    asked = Asked(
-        model=str(source),
-        recipe=recipes[0],
-        output=options.output / "models",
-        tokens=options.tokens,
-        samples=options.samples,
-        backend="torch",
-        speed=True,
-        threads=options.threads,
-    )
-    entries = []
-    for entry in sweep(asked, recipes):
-        entries.append(entry)
-        print(
-            f"{entry.name}: {entry.size_mib:.1f} MiB, KL {entry.kl:.5f}, {entry.report.seconds:.0f} s",
-            flush=True,
-        )
-    print(table(entries))
-    broken = list(_broken({entry.name: entry for entry in entries}))
-    for line in broken:
+    bench = Bench(options.output / f"noise-{options.noise:g}", options)
+    entries = [bench.entry(name) for name in options.recipes.split(",")]
+    for entry in entries:
+        entry.report.model = options.model
+        if options.speed:
+            entry.report.speed = bench.speed(bench.folder / "models" / entry.name)
+    for line in table(bench, entries):
         print(line)
-    return 1 if broken else 0
-
-
-def _broken(found: dict[str, Entry]) -> list[str]:
-    lines = []
-    for better, worse in ORDERINGS:
-        if better in found and worse in found and not found[better].kl < found[worse].kl:
-            lines.append(f"{better} ({found[better].kl:.5f}) is not below {worse} ({found[worse].kl:.5f})")
-    for name, bar in BARS.items():
-        if name in found and not found[name].kl <= bar:
-            lines.append(f"{name}: KL {found[name].kl:.5f} is above {bar}")
-    for name, bar in SECONDS.items():
-        if name in found and found[name].report.seconds > bar:
-            lines.append(f"{name}: {found[name].report.seconds:.0f} s are above {bar}")
-    for name, share in (("rtn-int4", 0.28), ("rtn-int8", 0.535)):
-        if name in found and found[name].report.size.rounded_share > share:
-            lines.append(f"{name}: {found[name].report.size.rounded_share:.3f} of 16 bits are above {share}")
-    return lines
+    if options.speed:
+        print(f"the source: {bench.speed(bench.source)}")
+    (bench.folder / PICTURE_NAME).write_bytes(picture(entries))
+    lines = list(broken(bench, {entry.name: entry for entry in entries}))
+    print("\n".join(lines) or "all bars hold")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

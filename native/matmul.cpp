@@ -228,6 +228,67 @@ void dense_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_beg
   for (; tile < tile_end; ++tile) dense_tiles<Kind, 1>(a, tile, row_begin, row_end);
 }
 
+// Making floats of float8 costs about as much as multiplying them with a row. So for many rows a stretch of
+// inputs is widened once, into the first cache, and all rows pass over it. Their sums wait from one stretch to
+// the next as the floats that they are: the same bits as dense_rows gives.
+constexpr int kStretch = 64;      // inputs
+constexpr int kStretchRows = 48;  // at most
+constexpr int kWidenFrom = 16;    // rows: fewer are done as soon by dense_rows
+
+template <int MR, int NT>
+HR_INLINE void stretch_rows(const MatmulArgs& a, const float* w, int first, int inputs, int row, float* sums) {
+  const float* x[MR];
+  Vec acc[MR][NT];
+  HR_UNROLL for (int r = 0; r < MR; ++r) {
+    x[r] = reinterpret_cast<const float*>(a.input + static_cast<size_t>(row + r) * a.input_stride) + first;
+    HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = load(sums + 16 * (r * NT + t));
+  }
+  for (int k = 0; k < inputs; ++k, w += 16 * NT) {
+    Vec weights[NT];
+    HR_UNROLL for (int t = 0; t < NT; ++t) weights[t] = load(w + 16 * t);
+    HR_UNROLL for (int r = 0; r < MR; ++r) {
+      const Vec xs = set1(x[r][k]);
+      HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = fma(weights[t], xs, acc[r][t]);
+    }
+  }
+  HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t)
+      store(sums + 16 * (r * NT + t), acc[r][t]);
+}
+
+template <int NT>
+void widened_tiles(const MatmulArgs& a, int tile, int row_begin, int row_end) {
+  alignas(64) float wide[kStretch * NT * 16], sums[kStretchRows * NT * 16];
+  const size_t tile_stride = a.format.row_bytes(a.k);
+  const uint8_t* w = a.weights + static_cast<size_t>(tile) * tile_stride;
+  for (int begin = row_begin; begin < row_end; begin += kStretchRows) {
+    const int rows = row_end - begin < kStretchRows ? row_end - begin : kStretchRows;
+    for (int i = 0; i < rows * NT; ++i) store(sums + 16 * i, zero());
+    for (int first = 0; first < a.k; first += kStretch) {
+      const int inputs = a.k - first < kStretch ? a.k - first : kStretch;
+      for (int k = 0; k < inputs; ++k) HR_UNROLL for (int t = 0; t < NT; ++t)
+          store(wide + 16 * (k * NT + t), load_f8(w + t * tile_stride + 16 * (first + k)));
+      int row = 0;
+      for (; row + 4 <= rows; row += 4)
+        stretch_rows<4, NT>(a, wide, first, inputs, begin + row, sums + 16 * NT * row);
+      for (; row < rows; ++row)
+        stretch_rows<1, NT>(a, wide, first, inputs, begin + row, sums + 16 * NT * row);
+    }
+    for (int t = 0; t < NT; ++t) {
+      const Vec scale = load(reinterpret_cast<const float*>(w + t * tile_stride + 16 * a.k));
+      for (int row = 0; row < rows; ++row)
+        finish(a, mul(load(sums + 16 * (row * NT + t)), scale), begin + row, tile + t);
+    }
+  }
+}
+
+void float8_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
+  if (row_end - row_begin < kWidenFrom)
+    return dense_matmul<WeightFormat::kF8>(a, tile_begin, tile_end, row_begin, row_end);
+  int tile = tile_begin;
+  for (; tile + 4 <= tile_end; tile += 4) widened_tiles<4>(a, tile, row_begin, row_end);
+  for (; tile < tile_end; ++tile) widened_tiles<1>(a, tile, row_begin, row_end);
+}
+
 using QuantMatmul = void (*)(const MatmulArgs&, int, int, int, int);
 
 template <int Bits, bool F32, int Group>
@@ -257,7 +318,7 @@ void matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, in
     case W::kF32:
       return dense_matmul<W::kF32>(a, tile_begin, tile_end, row_begin, row_end);
     case W::kF8:
-      return dense_matmul<W::kF8>(a, tile_begin, tile_end, row_begin, row_end);
+      return float8_matmul(a, tile_begin, tile_end, row_begin, row_end);
     case W::kU4:
       return quant_matmul_of<4>(a, tile_begin, tile_end, row_begin, row_end);
     default:

@@ -80,6 +80,19 @@ def test_bits_depend_neither_on_rows_nor_on_tiles(isa: str, kind: str, k: int) -
         np.testing.assert_array_equal(Matrix.of(part).times(x, isa), together[:, first:last])
 
 
+@pytest.mark.parametrize("kind", ["f8", "bf16"])
+def test_bits_are_those_of_one_row_however_many_stretches_and_rows(isa: str, kind: str) -> None:
+    """Float8 is widened in stretches of 64 inputs for up to 48 rows at a time; one row is not."""
+    for k in (64, 130, 257):
+        matrix = Matrix.of(random_tensor(kind, 84, k, 5))
+        x = np.random.default_rng(6).standard_normal((101, k)).astype(np.float32)
+        before = np.random.default_rng(7).standard_normal((101, 84)).astype(np.float32)
+        together = matrix.times(x, isa, before)
+        for row in (0, 46, 47, 48, 49, 95, 96, 100):
+            alone = matrix.times(x[row : row + 1], isa, before[row : row + 1])
+            np.testing.assert_array_equal(alone[0], together[row])
+
+
 @random_shapes
 @given(
     bits=st.sampled_from([4, 8]),

@@ -18,18 +18,17 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_quantize_eval_serve_and_bench(tmp_path: Path) -> None:
     files, out = make_files(tmp_path), tmp_path / "out"
-    (tmp_path / "gate.yaml").write_text("kl_mean: 1.0\nsame_top1: 0.3\n")
     done = run(
-        "compress", "quantize", files / "model", "--recipe", "awq-int4", "-o", out,
+        "compress", "quantize", files / "model", "--recipe", "smoothquant-w8a8", "-o", out,
         "--text", files / "text.txt", "--calibration", files / "calibration.jsonl", "--sequence-length", "96",
-        "--gate", tmp_path / "gate.yaml", "--threads", "1", "--speed",
+        "--gate", "default", "--threads", "1", "--speed",
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert "gate: passed" in done.stdout
     assert "speed of the source: loads in" in done.stdout
     done = run(
         "eval", out, "--against", files / "model", "--suite", "perplexity", "--text", files / "text.txt",
-        "--tokens", "4096", "--threads", "1", "-o", tmp_path / "eval.json",
+        "--tokens", "4096", "--gate", "default", "--threads", "1", "-o", tmp_path / "eval.json",
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     again = json.loads((tmp_path / "eval.json").read_text())["suites"]["perplexity"]["result"]

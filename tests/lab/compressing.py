@@ -51,13 +51,14 @@ def make_files(folder: Path) -> Path:
 
 
 def compressor(files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Compress:
-    """``headrace compress quantize MODEL … `` in this process, on the files of :func:`make_files`."""
+    """``headrace compress quantize MODEL … `` in this process, on the files of :func:`make_files`; or another
+    ``command``."""
 
-    def call(*arguments: str, model: str = "model") -> Done:
+    def call(*arguments: str, model: str = "model", command: str = "quantize") -> Done:
         capsys.readouterr()
         common = ["--calibration", str(files / "calibration.jsonl"), "--text", str(files / "text.txt")]
         common += ["--sequence-length", "96", "--threads", "1"]
-        arguments = ("headrace", "compress", "quantize", str(files / model), *common, *arguments)
+        arguments = ("headrace", "compress", command, str(files / model), *common, *arguments)
         monkeypatch.setattr("sys.argv", list(arguments))
         with pytest.raises(SystemExit) as ended:
             main()

@@ -52,7 +52,7 @@ def test_preflight_names_every_tensor_and_why(compress: Compress, tmp_path: Path
         "estimate: about 1 s and ",
     ):
         assert line in " ".join(done.stdout.split())
-    assert len(done.stdout.splitlines()) == 30 + 4
+    assert len(done.stdout.splitlines()) == 30 + 5
     assert sorted(path.name for path in tmp_path.iterdir()) == []
 
 

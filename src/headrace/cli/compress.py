@@ -25,11 +25,15 @@ app.command()(compress_train.distill)
 app.command()(compress_train.repair)
 app.command()(compress_train.draft)
 
+_QUANTIZE_HELP = "Round a model's weights by a recipe, compare it with its source, and let a gate decide."
+_PRUNE_HELP = "Leave out weights, layers, channels or heads by a recipe; the rest as quantize."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=options.REFERENCE_HELP)]
 OutputFormat = Annotated[
-    Format,
+    Format | None,
     typer.Option(
-        "--format", help="What loaders it is for. gguf: Q4_0, Q4_1, Q8_0; float: rounded values in 16 bits."
+        "--format",
+        help="What loaders it is for. gguf: Q4_0, Q4_1, Q8_0; float: values in 16 bits, the default where "
+        "nothing is rounded; else compressed-tensors.",
     ),
 ]
 CalibrationSet = Annotated[
@@ -58,6 +62,7 @@ Texts = Annotated[
 ]
 Tokens = Annotated[int, typer.Option(min=4, help="Tokens of text to compare on.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Questions per suite.")]
+Shots = Annotated[str, typer.Option(metavar="N,N", help="Examples before each question, as of eval.")]
 Speed = Annotated[bool, typer.Option("--speed", help="Also measure how fast both models are served.")]
 Backend = Annotated[
     Literal["cpu", "torch"],
@@ -65,8 +70,10 @@ Backend = Annotated[
 ]
 
 
-@app.command()
+@app.command("prune", help=_PRUNE_HELP)
+@app.command(help=_QUANTIZE_HELP)
 def quantize(
+    context: typer.Context,
     model: Model,
     recipe: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="See headrace compress recipes; or a YAML file.")
@@ -74,7 +81,7 @@ def quantize(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Appears when it is whole.")
     ],
-    output_format: OutputFormat = "compressed-tensors",
+    output_format: OutputFormat = None,
     calibration: CalibrationSet = "default",
     calibration_template: Template = "auto",
     samples: Samples = 64,
@@ -87,6 +94,7 @@ def quantize(
     text: Texts = None,
     tokens: Tokens = 4096,
     limit: Limit = None,
+    shots: Shots = "0",
     backend: Backend = "cpu",
     no_eval: Annotated[bool, typer.Option("--no-eval", help="Do not compare it with its source.")] = False,
     speed: Speed = False,
@@ -94,10 +102,11 @@ def quantize(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier FOLDER.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")] = False,
 ) -> None:
-    """Round a model's weights by a recipe, compare it with its source, and let a gate decide."""
+    """Both commands: what is done says the recipe."""
     compress_train.need_torch()
     from headrace.lab.compress.quantize import Asked
 
+    _require_steps(str(context.info_name), recipe)
     asked = Asked(
         model=model,
         recipe=recipe,
@@ -112,6 +121,7 @@ def quantize(
         texts=tuple(text or ("shakespeare",)),
         tokens=tokens,
         limit=limit,
+        shots=options.shot_counts(shots),
         backend=backend,
         speed=speed,
         threads=threads,
@@ -138,11 +148,9 @@ def sweep(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Gets a folder each.")],
     recipe: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME|FILE", help="Repeat it, or separate by commas. Default: all built-in ones."
-        ),
+        typer.Option(metavar="NAME|FILE", help="Repeat it, or separate by commas. Default: all that round."),
     ] = None,
-    output_format: OutputFormat = "compressed-tensors",
+    output_format: OutputFormat = None,
     calibration: CalibrationSet = "default",
     calibration_template: Template = "auto",
     samples: Samples = 64,
@@ -190,12 +198,23 @@ def recipes(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this one as YAML.")] = None,
 ) -> None:
     """The recipes that come along; one of them as a file to begin with."""
-    from headrace.lab.compress.recipe import BUILT_IN, named_recipe
+    from headrace.lab.compress.recipe import BUILT_IN, PRUNING, named_recipe
 
     if name is None:
-        print("\n".join(BUILT_IN))
+        print("\n".join([*BUILT_IN, *PRUNING]))
     else:
         print(named_recipe(name)[1].yaml(), end="")
+
+
+def _require_steps(command: str, recipe: str) -> None:
+    """Each command takes recipes that do what it is called; those that do both go to both."""
+    from headrace.lab.compress.recipe import named_recipe
+
+    name, found = named_recipe(recipe)
+    if command == "quantize" and not found.rounds():
+        raise ConfigError(f"The recipe {name} rounds nothing: headrace compress prune takes it.")
+    if command == "prune" and not (found.prunes() or found.reshapes):
+        raise ConfigError(f"The recipe {name} prunes nothing: headrace compress quantize takes it.")
 
 
 def _run(asked: Asked, *, dry_run: bool) -> tuple[CompressReport | None, Quantization]:

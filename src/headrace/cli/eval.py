@@ -132,7 +132,7 @@ def evaluate(
         endpoint=endpoint,
         tokenizer=tokenizer,
         reference_logits=reference_logits,
-        shots=_numbers(shots),
+        shots=options.shot_counts(shots),
         orderings=orderings,
         execute_code=("unsafe" if unsafe_without_isolation else "isolated") if execute_code else None,
         harness_path=harness_path,
@@ -148,13 +148,6 @@ def evaluate(
             _show(evaluation)
     if limits is not None:
         _judge(limits, evaluation)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    found = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 4 for part in found):
-        raise ConfigError(f"--shots: {text!r} is no list of numbers; write it like 0,1,4")
-    return tuple(dict.fromkeys(int(part) for part in found))
 
 
 def _show(evaluation: Evaluation) -> None:

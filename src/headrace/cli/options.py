@@ -142,3 +142,11 @@ __all__ = [
     "size_bytes",
     "speculative_config",
 ]
+
+
+def shot_counts(text: str) -> tuple[int, ...]:
+    """The numbers of --shots. Raises ConfigError for what is no list of them."""
+    found = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 4 for part in found):
+        raise ConfigError(f"--shots: {text!r} is no list of numbers; write it like 0,1,4")
+    return tuple(dict.fromkeys(int(part) for part in found))

@@ -18,7 +18,8 @@ from headrace.model.store import Progress
 
 MIN_TOKENS = 256
 """Fewer say too little about a model's inputs."""
-_RUN = 16  # tokens in a row that two texts share only where one was copied from the other
+RUN = 16
+"""Tokens in a row that two texts share only where one was copied from the other."""
 _MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>", "<|turn>")
 
 
@@ -33,6 +34,14 @@ class Calibration:
     def tokens(self) -> int:
         """How many there are in all."""
         return sum(map(len, self.sequences))
+
+    def runs(self) -> set[tuple[int, ...]]:
+        """All that stands anywhere in RUN tokens in a row."""
+        return {
+            sequence[start : start + RUN]
+            for sequence in self.sequences
+            for start in range(0, len(sequence) - RUN + 1)
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -98,12 +107,8 @@ def fingerprint(sequences: Sequence[Sequence[int]]) -> str:
 
 def require_apart(calibration: Calibration, evaluated: Sequence[int]) -> None:
     """Raise ConfigError if more than a hundredth of the evaluated text is in the calibration, literally."""
-    runs = {
-        sequence[start : start + _RUN]
-        for sequence in calibration.sequences
-        for start in range(0, len(sequence) - _RUN + 1)
-    }
-    texts = [tuple(evaluated[start : start + _RUN]) for start in range(0, len(evaluated) - _RUN + 1, _RUN)]
+    runs = calibration.runs()
+    texts = [tuple(evaluated[start : start + RUN]) for start in range(0, len(evaluated) - RUN + 1, RUN)]
     shared = sum(run in runs for run in texts)
     if texts and shared > len(texts) / 100:
         raise ConfigError(

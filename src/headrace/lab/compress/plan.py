@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.errors import ConfigError
+from headrace.lab.compress.prune_steps import PruneStep, Sparsity
 from headrace.lab.compress.quantized import Scheme
-from headrace.lab.compress.recipe import HEAD, AwqStep, Recipe, RoundStep, SmoothQuantStep
+from headrace.lab.compress.recipe import AwqStep, Recipe, RoundStep, SmoothQuantStep
+from headrace.lab.compress.shape import shape_of
+from headrace.lab.compress.targets import HEAD
 from headrace.model.architecture import Architecture
 from headrace.model.weights.tensor_shapes import expected_shapes
 
@@ -31,13 +34,28 @@ class Treatment:
 
 
 @dataclass(frozen=True, slots=True)
+class Pruning:
+    """Which weights of one matrix become zero."""
+
+    method: Literal["magnitude", "wanda", "sparsegpt"]
+    sparsity: Sparsity
+    damping: float
+
+    def words(self) -> str:
+        """As a person says it."""
+        by = {"magnitude": "by magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT"}[self.method]
+        return f"{self.sparsity.words()} ({by})"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One tensor: what is done to it, in words, and how it is rounded if it is."""
+    """One tensor: what is done to it, in words; how it is pruned and rounded if it is."""
 
     name: str
     shape: tuple[int, ...]
     words: str
     treatment: Treatment | None = None
+    pruning: Pruning | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +79,16 @@ class Plan:
             if name.startswith(prefix)
         }
 
+    def prunings(self) -> dict[str, Pruning]:
+        """Of the weights that are pruned, by canonical name."""
+        return {one.name: one.pruning for one in self.tensors if one.pruning is not None}
 
-def make_plan(architecture: Architecture, recipe: Recipe) -> Plan:
-    """Go through the tensors. Raises ConfigError for what the recipe cannot do to this model."""
+
+def make_plan(architecture: Architecture, recipe: Recipe, source: Architecture | None = None) -> Plan:
+    """Go through the tensors. ``source``: what the architecture was before the recipe changed its shape.
+
+    Raises ConfigError for what the recipe cannot do to this model.
+    """
     if architecture.encoder is not None:
         raise ConfigError("Compression is for models that generate; this one is an encoder.")
     shapes = expected_shapes(architecture)
@@ -72,7 +97,7 @@ def make_plan(architecture: Architecture, recipe: Recipe) -> Plan:
         linears[HEAD] = shapes["head.weight"]
     names = list(linears)
     taken: dict[str, tuple[RoundStep, int | None]] = {}
-    notes: list[str] = []
+    notes = _shape_notes(recipe, source or architecture, architecture)
     for step in recipe.rounds():
         if architecture.tied_head and HEAD in step.targets:
             raise ConfigError(
@@ -84,12 +109,14 @@ def make_plan(architecture: Architecture, recipe: Recipe) -> Plan:
             raise ConfigError("A step of the recipe rounds nothing: earlier ones have all its targets.")
         size = _group_size(step, {name: linears[name] for name in chosen}, notes)
         taken |= dict.fromkeys(chosen, (step, size))
+    pruned = _pruned(recipe, linears)
     awq = _scaled("awq", recipe.awq, names, taken)
     smooth = _scaled("smoothquant", recipe.smoothquant, names, taken)
     tensors = []
     for name, shape in shapes.items():
-        stem = name.removesuffix(".weight")
-        if stem in taken and name.endswith(".weight"):
+        stem = name.removesuffix(".weight") if name.endswith(".weight") else ""
+        pruning = pruned.get(stem)
+        if stem in taken:
             treatment = _treatment(
                 stem,
                 *taken[stem],
@@ -97,7 +124,11 @@ def make_plan(architecture: Architecture, recipe: Recipe) -> Plan:
                 clip=stem in awq and recipe.awq is not None and recipe.awq.clip,
                 smoothquant=stem in smooth,
             )
-            tensors.append(TensorPlan(name, shape, _words(treatment), treatment))
+            words = _words(treatment) if pruning is None else f"{pruning.words()}, {_words(treatment)}"
+            _require_order(name, pruning, treatment)
+            tensors.append(TensorPlan(name, shape, words, treatment, pruning))
+        elif pruning is not None:
+            tensors.append(TensorPlan(name, shape, pruning.words(), pruning=pruning))
         else:
             tensors.append(
                 TensorPlan(name, shape, _why_kept(name, architecture, linears, bool(awq | smooth)))
@@ -107,6 +138,61 @@ def make_plan(architecture: Architecture, recipe: Recipe) -> Plan:
     if average is not None:
         _require_room(average, tensors)
     return Plan(tuple(tensors), tuple(notes), average)
+
+
+def _shape_notes(recipe: Recipe, source: Architecture, left: Architecture) -> list[str]:
+    """What the recipe makes of the shape, before it is known what of the model stays."""
+    if recipe.search is not None:
+        return [f"shape: {shape_of(source)}; a smaller one is searched for"]
+    if recipe.reshapes:
+        return [f"shape: {shape_of(source)}; what stays has {shape_of(left)}"]
+    return []
+
+
+def _pruned(recipe: Recipe, linears: dict[str, tuple[int, ...]]) -> dict[str, Pruning]:
+    """By the name of the weight without ``.weight``; the first step that is for one has it."""
+    pruned: dict[str, Pruning] = {}
+    names = [name for name in linears if name != HEAD]
+    for step in recipe.prunes():
+        if HEAD in step.targets:
+            raise ConfigError(
+                "The recipe prunes the head; only the layers are: take head out of the targets."
+            )
+        chosen = [name for name in step.chosen(names) if name not in pruned]
+        if not chosen:
+            raise ConfigError("A step of the recipe prunes nothing: earlier ones have all its targets.")
+        sparsity = step.zeros()
+        for name in chosen:
+            _require_zeros(name, step, sparsity, linears[name][1])
+        pruned |= dict.fromkeys(chosen, Pruning(step.method, sparsity, step.damping))
+    return pruned
+
+
+def _require_zeros(name: str, step: PruneStep, sparsity: Sparsity, inputs: int) -> None:
+    """Raise ConfigError if the zeros do not come out even, or are none or all."""
+    if sparsity.group is not None and inputs % sparsity.group:
+        raise ConfigError(
+            f"pattern: {step.pattern} does not divide the {inputs} inputs of {name}: ignore it, or give "
+            "sparsity instead."
+        )
+    if sparsity.group is None and not 0 < round(sparsity.share * inputs) < inputs:
+        raise ConfigError(
+            f"sparsity: {sparsity.share:g} of the {inputs} inputs of {name} is none of them, or all."
+        )
+
+
+def _require_order(name: str, pruning: Pruning | None, treatment: Treatment) -> None:
+    """Raise ConfigError where neighbours for a pattern would be taken one by one in another order."""
+    if (
+        pruning is not None
+        and pruning.method == "sparsegpt"
+        and pruning.sparsity.group is not None
+        and treatment.scheme.act_order is not None
+    ):
+        raise ConfigError(
+            f"{name}: SparseGPT chooses among neighbours, and act_order takes them one by one in another "
+            "order: leave act_order out, or prune with method: wanda."
+        )
 
 
 def _require_room(average_bits: float, tensors: list[TensorPlan]) -> None:
@@ -209,6 +295,11 @@ def _notes(architecture: Architecture, recipe: Recipe) -> list[str]:
     grouped = any(layer.attention.heads != layer.attention.kv_heads for layer in architecture.layers)
     if grouped and (recipe.awq is not None or recipe.smoothquant is not None):
         notes.append("grouped-query attention: heads that share values share the scales of o's inputs")
+    if recipe.kv_cache:
+        notes.append(
+            "keys and values: a float8 scale of each for every layer, for engines that have one; headrace's "
+            "own caches do without"
+        )
     return notes
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import math
-import resource
 import shutil
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -19,26 +16,29 @@ from typing import TYPE_CHECKING, Any, Literal
 from headrace import __version__
 from headrace.errors import ConfigError, HeadraceError
 from headrace.frontend.tokenizer import load_tokenizer
-from headrace.lab.compress.calibration import Calibration, read_calibration, require_apart
+from headrace.lab.compress.calibration import Calibration, read_calibration
 from headrace.lab.compress.formats import check_format, write_checkpoint
-from headrace.lab.compress.plan import Plan, describe, make_plan
-from headrace.lab.compress.quantized import QuantizedLinear
+from headrace.lab.compress.overlap import require_unseen
+from headrace.lab.compress.peak import peak_memory
+from headrace.lab.compress.plan import Plan, make_plan
 from headrace.lab.compress.recipe import Recipe, named_recipe
 from headrace.lab.compress.report import (
     JSON_NAME,
     PAGE_NAME,
     CompressReport,
-    Rounded,
     Size,
     digest,
+    treated_weights,
 )
+from headrace.lab.compress.reshaped import reshape, stand_in
+from headrace.lab.compress.shape import parameters
 from headrace.lab.compress.tensors import CompressedTensors
 from headrace.lab.compress.work import Work
 from headrace.lab.evaluate.evaluation import Evaluation, Settings
 from headrace.lab.evaluate.gate import named_gate
 from headrace.lab.evaluate.results import Report
 from headrace.lab.evaluate.text_suite import PERPLEXITY
-from headrace.lab.evaluate.texts import SHAKESPEARE, load_text, tokenise
+from headrace.lab.evaluate.texts import SHAKESPEARE
 from headrace.model import store
 from headrace.model.weights import open_checkpoint
 
@@ -50,12 +50,13 @@ _WEIGHTS = (".safetensors", ".gguf")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A compression as the user wants it. ``suites``: none = the model is not evaluated."""
+    """A compression as the user wants it. ``output_format``: None = compressed-tensors if the recipe rounds,
+    else float. ``suites``: none = the model is not evaluated."""
 
     model: str
     recipe: str
     output: Path
-    output_format: str = "compressed-tensors"
+    output_format: str | None = None
     calibration: str = "default"
     calibration_template: Literal["auto", "off"] = "auto"
     samples: int = 64
@@ -65,6 +66,7 @@ class Asked:
     texts: tuple[str, ...] = (SHAKESPEARE,)
     tokens: int = 4096
     limit: int | None = None
+    shots: tuple[int, ...] = (0,)
     backend: Literal["cpu", "torch"] = "cpu"
     speed: bool = False
     threads: int = 0
@@ -85,6 +87,7 @@ class Quantization:
     plan: Plan = field(init=False)
     recipe: Recipe = field(init=False)
     recipe_name: str = field(init=False)
+    output_format: str = field(init=False)
 
     def __post_init__(self) -> None:
         asked = self.asked
@@ -93,9 +96,15 @@ class Quantization:
         self._require_suites()
         self._path = store.resolve(asked.model, progress=self.downloads)
         self._checkpoint = open_checkpoint(self._path)
-        self.plan = make_plan(self._checkpoint.architecture, self.recipe)
+        self._left = left = stand_in(self._checkpoint, self.recipe, asked.threads)
+        self.plan = _with_padding_told(
+            make_plan(left.architecture, self.recipe, self._checkpoint.architecture),
+            left.architecture.vocab_size - load_tokenizer(self._path).vocab_size,
+        )
         schemes = {name: one.scheme for name, one in self.plan.treatments().items()}
-        check_format(asked.output_format, schemes, self._checkpoint)
+        self.output_format = asked.output_format or ("compressed-tensors" if schemes else "float")
+        check_format(self.output_format, schemes, left, kv_scales=self.recipe.kv_cache)
+        self._require_zeros()
         if asked.output.name in ("", ".."):
             raise ConfigError(f"--output {asked.output}: name a folder that is to be made.")
         if asked.output.exists() and not asked.overwrite:
@@ -108,6 +117,16 @@ class Quantization:
             raise ConfigError(f"{asked.output} is or holds the model itself: name another folder.")
         if not asked.output.absolute().parent.is_dir():
             raise ConfigError(f"The folder of {asked.output} does not exist.")
+
+    def _require_zeros(self) -> None:
+        """Raise ConfigError where the format would not keep zeros exactly."""
+        rounded = self.plan.treatments()
+        for name in self.plan.prunings():
+            if self.output_format == "gguf" and name in rounded and not rounded[name].scheme.symmetric:
+                raise ConfigError(
+                    f"{name}: GGUF's Q4_1 rounds the minimum of a group, so that zeros do not stay zeros: "
+                    "round with symmetric: true, or write compressed-tensors."
+                )
 
     @cached_property
     def calibration(self) -> Calibration | None:
@@ -125,9 +144,14 @@ class Quantization:
             chat_template=asked.calibration_template,
             progress=self.downloads,
         )
-        if PERPLEXITY in asked.suites:
-            text = load_text(asked.texts, progress=self.downloads)
-            require_apart(calibration, tokenise(text, tokenizer, asked.tokens))
+        require_unseen(
+            calibration,
+            tokenizer,
+            suites=asked.suites,
+            texts=asked.texts,
+            tokens=asked.tokens,
+            progress=self.downloads,
+        )
         return calibration
 
     def estimate(self) -> Estimate:
@@ -136,12 +160,16 @@ class Quantization:
 
         tokens = 0 if self.calibration is None else self.calibration.tokens
         architecture = self._checkpoint.architecture
-        return estimate(architecture, self.recipe, self.plan, tokens, self.asked.threads)
+        return estimate(
+            architecture, self._left.architecture, self.recipe, self.plan, tokens, self.asked.threads
+        )
 
     def resumes(self) -> int:
         """Layers that an earlier run, ended early, has finished."""
         work = self._work()
-        return work.finished() if work.matches() else 0
+        if not work.matches():
+            return 0
+        return work.finished() or self._looked(work).finished()
 
     def made(self, report: CompressReport) -> bool:
         """Whether a report is of what :meth:`run` would do: source, recipe, format, comparison …"""
@@ -150,7 +178,7 @@ class Quantization:
             report.source_fingerprint == self._checkpoint.fingerprint()
             and report.recipe == json.loads(self.recipe.model_dump_json())
             and report.calibration == (None if calibration is None else calibration.about)
-            and report.output_format == asked.output_format
+            and report.output_format == self.output_format
             and (report.gate, report.compared) == (asked.gate, self._comparison())
             and (report.speed is not None or not asked.speed)
         )
@@ -163,6 +191,7 @@ class Quantization:
             "texts": list(asked.texts),
             "tokens": asked.tokens,
             "limit": asked.limit,
+            "shots": list(asked.shots),
             "backend": asked.backend,
         }
 
@@ -189,26 +218,45 @@ class Quantization:
             raise ConfigError(f"{self.asked.output} cannot be written: {why}.{kept}") from None
 
     def _run(self, work: Work) -> CompressReport:
-        from headrace.lab.compress.algorithms.pipeline import run
-
-        began = time.monotonic()
+        began, earlier = time.monotonic(), work.finished()
         asked = self.asked
-        run(
-            self._checkpoint,
-            self.recipe,
-            self.plan,
-            self.calibration,
-            work,
-            threads=asked.threads,
-            progress=self.progress,
-        )
+        left, reshaped = self._checkpoint, None
+        if self.recipe.reshapes:
+            assert self.calibration is not None  # such a recipe is calibrated
+            with self._looked(work) as looked:
+                left, reshaped = reshape(
+                    self._checkpoint,
+                    self.recipe,
+                    self.calibration,
+                    looked,
+                    threads=asked.threads,
+                    progress=self.progress,
+                )
+        if self.plan.treatments() or self.plan.prunings():
+            from headrace.lab.compress.algorithms.pipeline import run
+
+            run(
+                left,
+                self.recipe,
+                self.plan,
+                self.calibration,
+                work,
+                threads=asked.threads,
+                progress=self.progress,
+            )
         self._remove_partial()
         self.progress("writing", 0, 1)
-        tensors = CompressedTensors(self._checkpoint, work)
-        write_checkpoint(self._partial, asked.output_format, tensors, self._checkpoint)
+        tensors = CompressedTensors(left, work)
+        remarks = [work.remarks(index) for index in range(work.finished())]
+        kv_scales = [tuple(each["kv_scales"]) for each in remarks if each["kv_scales"] is not None]
+        write_checkpoint(self._partial, self.output_format, tensors, left, kv_scales=kv_scales)
         self.progress("writing", 1, 1)
-        report = self._report(work, tensors, time.monotonic() - began)
-        self._require_smaller(report.size)
+        seconds = time.monotonic() - began + sum(each["seconds"] for each in remarks[:earlier])
+        report = self._report(work, seconds)
+        report.kv_scales = kv_scales or None
+        report.reshaped = reshaped
+        if reshaped is not None or self.plan.treatments():
+            self._require_smaller(report.size)
         if asked.suites:
             report.evaluation = self._evaluate()
             if self._limits is not None:
@@ -220,6 +268,10 @@ class Quantization:
             report.speed = measure_speed(self._partial, threads=asked.threads)
         self._place(report)
         return report
+
+    def _looked(self, work: Work) -> Work:
+        """What the model was seen to do before its shape was changed, and what was chosen by it."""
+        return Work(work.path / "shape", {"of": "shape"})
 
     def _remove_partial(self) -> None:
         """The folder that is not whole, and what a killed run left of the draft of one."""
@@ -267,6 +319,7 @@ class Quantization:
             texts=asked.texts,
             tokens=asked.tokens,
             limit=asked.limit,
+            shots=asked.shots,
             backend=asked.backend,
             threads=asked.threads,
         )
@@ -276,26 +329,20 @@ class Quantization:
             report.context.against.reference = asked.model
         return report
 
-    def _report(self, work: Work, tensors: CompressedTensors, seconds: float) -> CompressReport:
-        rounded, notes, plain_bytes = [], list(self.plan.notes), 0
-        errors: dict[str, float] = {}
-        for index in range(work.finished()):
-            kept, remarks = work.layer(index)
-            notes += remarks["notes"]
-            errors |= remarks["errors"]
-            for name, tensor in kept.items():
-                if isinstance(tensor, QuantizedLinear):
-                    plain_bytes += 2 * math.prod(tensor.shape)
-                    rounded.append(
-                        Rounded(
-                            name=name,
-                            shape=tensor.shape,
-                            scheme=describe(tensor.scheme),
-                            size_bytes=tensor.size_bytes(),
-                            lost=errors.get(name),
-                        )
-                    )
+    def _report(self, work: Work, seconds: float) -> CompressReport:
+        treated, notes, rounded_share = treated_weights(work)
         calibration = self.calibration
+        size = Size(
+            weights=_weights_bytes([self._partial]),
+            source_weights=_weights_bytes([self._path]),
+            source_16_bit=2 * parameters(self._checkpoint.architecture),
+            rounded_share=rounded_share,
+        )
+        if size.weights > size.source_weights:
+            notes.append(
+                f"the source's files have {size.source_weights / 2**20:.1f} MiB only: its weights have few "
+                "bits already"
+            )
         return CompressReport(
             headrace=__version__,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -304,18 +351,13 @@ class Quantization:
             recipe_name=self.recipe_name,
             recipe=json.loads(self.recipe.model_dump_json()),
             calibration=None if calibration is None else calibration.about,
-            output_format=self.asked.output_format,
-            tensors=rounded,
-            notes=notes,
+            output_format=self.output_format,
+            tensors=treated,
+            notes=[*self.plan.notes, *notes],
             sensitivity=work.value("sensitivity"),
             seconds=seconds,
-            peak_memory_bytes=_peak_memory(),
-            size=Size(
-                weights=_weights_bytes([self._partial]),
-                source_weights=_weights_bytes([self._path]),
-                source_16_bit=sum(2 * math.prod(one.shape) for one in self.plan.tensors),
-                rounded_share=sum(one.size_bytes for one in rounded) / max(plain_bytes, 1),
-            ),
+            peak_memory_bytes=peak_memory(),
+            size=size,
             gate=self.asked.gate,
             compared=self._comparison(),
         )
@@ -349,10 +391,11 @@ def _weights_bytes(paths: Sequence[Path]) -> int:
     return sum(file.stat().st_size for file in files if file.suffix in _WEIGHTS)
 
 
-def _peak_memory() -> int:
-    """Of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+def _with_padding_told(plan: Plan, rows: int) -> Plan:
+    if rows <= 0:
+        return plan
+    note = f"vocabulary: {rows} rows behind the tokenizer's tokens are padding, and stay"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _remove(path: Path) -> None:

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.errors import ConfigError
+from headrace.lab.compress.prune_steps import DepthBy, DepthStep, PruneStep, SearchStep, WidthStep
 from headrace.lab.compress.quantized import Activations, ActOrder, Kind, Scheme
+from headrace.lab.compress.targets import Targeted
 from headrace.yaml_file import nearest, read_yaml
 
-LINEARS = "linears"
-HEAD = "head"
-_ATTENTION, _FEED_FORWARD = ("q", "k", "v", "o"), ("gate", "up", "down")
-_WORDS = {
-    LINEARS: "layers.*",
-    "attention": "layers.*.attention.*",
-    "feed_forward": "layers.*.feed_forward.*",
-    **{part: f"layers.*.attention.{part}" for part in _ATTENTION},
-    **{part: f"layers.*.feed_forward.{part}" for part in _FEED_FORWARD},
-    HEAD: HEAD,
-}
-"""Short names of targets, and the patterns that they stand for."""
 
-
-class _Step(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    targets: list[str] = Field(default=[LINEARS], min_length=1)
-    ignore: list[str] = []
-
-    def chosen(self, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` that the step is for. Raises ConfigError for a pattern that is for none."""
-        ignored = set(matching(self.ignore, names))
-        return [name for name in matching(self.targets, names) if name not in ignored]
-
-
-class AwqStep(_Step):
+class AwqStep(Targeted):
     """Scales channels so that those which see large inputs lose less (AWQ, arXiv 2306.00978).
 
     ``grid`` exponents from 0 on are tried; ``clip`` also searches how far each group's range may shrink.
@@ -50,14 +25,14 @@ class AwqStep(_Step):
     clip: bool = True
 
 
-class SmoothQuantStep(_Step):
+class SmoothQuantStep(Targeted):
     """Moves the range of inputs into the weights before them (SmoothQuant, arXiv 2211.10438)."""
 
     step: Literal["smoothquant"]
     alpha: float = Field(default=0.5, ge=0, le=1)
 
 
-class RoundStep(_Step):
+class RoundStep(Targeted):
     """Rounds weights: to the nearest code, or one input after the other with errors made up for by those
     that follow (``gptq``, arXiv 2210.17323).
 
@@ -110,11 +85,26 @@ class RoundStep(_Step):
         )
 
 
-Step = Annotated[AwqStep | SmoothQuantStep | RoundStep, Field(discriminator="step")]
+class KVCacheStep(BaseModel):
+    """Finds scales with which other engines keep keys and values in float8 e4m3: one of each for a layer, the
+    largest magnitude that the calibration shows over the largest number of the format."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: Literal["kv_cache"]
+
+
+Step = Annotated[
+    DepthStep | WidthStep | SearchStep | AwqStep | SmoothQuantStep | PruneStep | RoundStep | KVCacheStep,
+    Field(discriminator="step"),
+]
+_STAGES = (("depth", "width", "search"), ("awq", "smoothquant"), ("prune",), ("round",), ("kv_cache",))
+_STAGE = {kind: place for place, kinds in enumerate(_STAGES) for kind in kinds}
 
 
 class Recipe(BaseModel):
-    """Steps in their order: those that scale channels, then those that round."""
+    """Steps in their order: those that change the shape, that scale channels, that prune, that round, and the
+    one for the KV cache."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -122,13 +112,21 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _in_order(self) -> Recipe:
-        kinds = [step.step for step in self.steps]
-        if "round" not in kinds:
+        kinds: list[str] = [step.step for step in self.steps]
+        if "round" not in kinds and {"awq", "smoothquant", "kv_cache"} & set(kinds):
             raise ValueError("no step rounds anything: add one with step: round")
-        if any(kind != "round" for kind in kinds[kinds.index("round") :]):
-            raise ValueError("steps that scale channels (awq, smoothquant) come before those that round")
-        if kinds.count("awq") > 1 or kinds.count("smoothquant") > 1:
-            raise ValueError("awq and smoothquant can be steps once each")
+        if "kv_cache" in kinds[:-1]:
+            raise ValueError("kv_cache is the last step, and there is one at most")
+        if sorted(kinds, key=_STAGE.__getitem__) != kinds:
+            raise ValueError(
+                "depth, width and search come first; steps that scale channels (awq, smoothquant) come "
+                "before prune, and all of these come before those that round"
+            )
+        for word in (*_STAGES[0], *_STAGES[1]):
+            if kinds.count(word) > 1:
+                raise ValueError(f"{word} can be a step once")
+        if "search" in kinds and len(kinds) > 1:
+            raise ValueError("search is a step by itself: what it finds is a model for other recipes")
         if sum(step.average_bits is not None for step in self.rounds()) > 1:
             raise ValueError("one step can have average_bits")
         return self
@@ -136,6 +134,36 @@ class Recipe(BaseModel):
     def rounds(self) -> list[RoundStep]:
         """The steps that round."""
         return [step for step in self.steps if isinstance(step, RoundStep)]
+
+    def prunes(self) -> list[PruneStep]:
+        """The steps that make single weights zero."""
+        return [step for step in self.steps if isinstance(step, PruneStep)]
+
+    @property
+    def depth(self) -> DepthStep | None:
+        """The step that leaves layers out."""
+        return next((step for step in self.steps if isinstance(step, DepthStep)), None)
+
+    @property
+    def width(self) -> WidthStep | None:
+        """The step that leaves channels, heads or features out."""
+        return next((step for step in self.steps if isinstance(step, WidthStep)), None)
+
+    @property
+    def search(self) -> SearchStep | None:
+        """The step that looks for a shape."""
+        return next((step for step in self.steps if isinstance(step, SearchStep)), None)
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether the model gets another shape."""
+        return any(step is not None for step in (self.depth, self.width, self.search))
+
+    @property
+    def depth_by(self) -> DepthBy:
+        """How layers are chosen."""
+        chosen = self.depth or self.search
+        return "influence" if chosen is None else chosen.by
 
     @property
     def awq(self) -> AwqStep | None:
@@ -148,10 +176,17 @@ class Recipe(BaseModel):
         return next((step for step in self.steps if isinstance(step, SmoothQuantStep)), None)
 
     @property
+    def kv_cache(self) -> bool:
+        """Whether scales of keys and values are wanted."""
+        return isinstance(self.steps[-1], KVCacheStep)
+
+    @property
     def calibrated(self) -> bool:
         """Whether any step needs to see the model at work."""
-        return any(step.step != "round" for step in self.steps) or any(
-            step.method == "gptq" or step.average_bits is not None for step in self.rounds()
+        return (
+            any(step.step not in ("prune", "round") for step in self.steps)
+            or any(step.method != "magnitude" for step in self.prunes())
+            or any(step.method == "gptq" or step.average_bits is not None for step in self.rounds())
         )
 
     def yaml(self) -> str:
@@ -160,24 +195,6 @@ class Recipe(BaseModel):
 
         steps = [{"step": step.step} | step.model_dump(exclude_defaults=True) for step in self.steps]
         return yaml.safe_dump({"steps": steps}, sort_keys=False)
-
-
-def matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
-    """The names that any pattern is for, in their own order.
-
-    A pattern is a word (``linears``, ``attention``, ``down``, ``head`` …) or has wildcards, as
-    ``layers.0.*``. Raises ConfigError for a pattern that fits no name, with the nearest one.
-    """
-    found: set[str] = set()
-    for pattern in patterns:
-        these = fnmatch.filter(names, _WORDS.get(pattern, pattern))
-        if not these and pattern != HEAD:
-            raise ConfigError(
-                f"No linear weight is called {pattern!r}: targets are {', '.join(_WORDS)}, or names such as "
-                f"{names[0]} with wildcards{nearest(pattern, [*_WORDS, *names])}"
-            )
-        found.update(these)
-    return [name for name in names if name in found]
 
 
 _AWQ = {"step": "awq"}
@@ -193,8 +210,24 @@ _BUILT_IN: dict[str, list[dict[str, Any]]] = {
     "fp8": [_W8A8 | {"kind": "float8"}],
     "mixed-int4-int8": [_FITTED | _GPTQ | {"average_bits": 5.0}],
 }
+_PRUNING: dict[str, list[dict[str, Any]]] = {
+    "magnitude-50": [{"step": "prune", "method": "magnitude", "sparsity": 0.5}],
+    "wanda-50": [{"step": "prune", "method": "wanda", "sparsity": 0.5}],
+    "wanda-2-4": [{"step": "prune", "method": "wanda", "pattern": "2:4"}],
+    "sparsegpt-50": [{"step": "prune", "method": "sparsegpt", "sparsity": 0.5}],
+    "sparsegpt-2-4": [{"step": "prune", "method": "sparsegpt", "pattern": "2:4"}],
+    "sparsegpt-50-int4": [
+        {"step": "prune", "method": "sparsegpt", "sparsity": 0.5},
+        _FITTED | {"method": "gptq", "symmetric": False},
+    ],
+    "depth-70": [{"step": "depth", "keep": 0.7}],
+    "width-70": [{"step": "width", "feed_forward": 0.7, "heads": 0.7}],
+    "search-70": [{"step": "search", "parameters": 0.7}],
+}
 BUILT_IN = tuple(_BUILT_IN)
-"""The names of the recipes that come along."""
+"""The names of the recipes that come along for ``compress quantize``."""
+PRUNING = tuple(_PRUNING)
+"""Those for ``compress prune``."""
 
 
 def named_recipe(name: str) -> tuple[str, Recipe]:
@@ -202,12 +235,13 @@ def named_recipe(name: str) -> tuple[str, Recipe]:
 
     Raises ConfigError with the line of what is wrong and the name that is nearest to a wrong one.
     """
-    if name in _BUILT_IN:
-        return name, Recipe.model_validate({"steps": _BUILT_IN[name]})
+    built_in = _BUILT_IN | _PRUNING
+    if name in built_in:
+        return name, Recipe.model_validate({"steps": built_in[name]})
     path = Path(name)
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError(
-            f"There is no recipe {name!r}: there are {', '.join(BUILT_IN)}, or name a YAML file"
-            f"{nearest(name, BUILT_IN)}"
+            f"There is no recipe {name!r}: there are {', '.join(built_in)}, or name a YAML file"
+            f"{nearest(name, built_in)}"
         )
     return path.stem, read_yaml(path, Recipe)

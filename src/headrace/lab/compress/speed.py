@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from headrace.frontend.llm import LLM, SamplingParams
+from headrace.lab.compress.peak import peak_memory
 
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 32
@@ -19,7 +22,7 @@ class Speed(BaseModel):
     """Of prompts of PROMPT_TOKENS and answers of OUTPUT_TOKENS, the fastest of three runs each.
 
     ``tokens_per_second``: of STREAMS answers at a time, output tokens. ``load_s`` includes packing weights
-    if that has not been done before.
+    if that has not been done before. ``memory_bytes``: of a process that does nothing else, at its peak.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -28,10 +31,16 @@ class Speed(BaseModel):
     ttft_ms: float
     tpot_ms: float
     tokens_per_second: float
+    memory_bytes: int
 
 
 def measure_speed(path: Path, *, threads: int = 0) -> Speed:
-    """Load the model and run it, without a prefix cache. Raises what loading raises."""
+    """Load the model in a process of its own and run it, without a prefix cache. Raises what loading does."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_measure, path, threads).result()
+
+
+def _measure(path: Path, threads: int) -> Speed:
     began = time.monotonic()
     limit = PROMPT_TOKENS + OUTPUT_TOKENS + 1
     with LLM(str(path), max_model_len=limit, enable_prefix_caching=False, threads=threads) as llm:
@@ -49,6 +58,7 @@ def measure_speed(path: Path, *, threads: int = 0) -> Speed:
         ttft_ms=1000 * first,
         tpot_ms=1000 * (whole - first) / (OUTPUT_TOKENS - 1),
         tokens_per_second=STREAMS * OUTPUT_TOKENS / many,
+        memory_bytes=peak_memory(),
     )
 
 

@@ -10,10 +10,12 @@ from headrace.errors import ConfigError
 from headrace.lab.compress.quantize import Asked, Quantization
 from headrace.lab.compress.recipe import named_recipe
 from headrace.lab.compress.report import JSON_NAME, CompressReport, read_report
+from headrace.lab.compress.speed import Speed
 from headrace.model import store
 
 PICTURE_NAME = "pareto.png"
 TABLE_NAME = "sweep.md"
+_TIMED = ("loads s", "first token ms", "ms/token", "tokens/s in 8 streams", "MiB served")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def table(entries: Sequence[Entry]) -> str:
     best = {entry.name for entry in front(entries)}
     timed = any(entry.report.speed is not None for entry in entries)
     heads = ["recipe", "MiB", "of 16 bits", "KL", "same top-1", "perplexity", "took s"]
-    heads += ["ms/token", "tokens/s in 8 streams"] if timed else []
+    heads += list(_TIMED) if timed else []
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for entry in sorted(entries, key=lambda one: one.size_mib):
         report, text = entry.report, entry.report.text()
@@ -108,9 +110,19 @@ def table(entries: Sequence[Entry]) -> str:
         ]
         if timed:
             speed = report.speed
-            cells += ["", ""] if speed is None else [f"{speed.tpot_ms:.1f}", f"{speed.tokens_per_second:.0f}"]
+            cells += [""] * len(_TIMED) if speed is None else _timed(speed)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _timed(speed: Speed) -> list[str]:
+    return [
+        f"{speed.load_s:.1f}",
+        f"{speed.ttft_ms:.0f}",
+        f"{speed.tpot_ms:.1f}",
+        f"{speed.tokens_per_second:.0f}",
+        f"{speed.memory_bytes / 2**20:.0f}",
+    ]
 
 
 def picture(entries: Sequence[Entry]) -> bytes:

@@ -19,7 +19,7 @@ from headrace.lab.compress.quantized import QuantizedLinear, Scheme
 if TYPE_CHECKING:
     from typing import Self
 
-_VERSION = 1
+_VERSION = 2
 _ARRAYS = ("codes", "scale", "zero", "g_idx")
 
 
@@ -143,6 +143,17 @@ class Work:
                 g_idx=arrays.get(f"{name}#g_idx"),
             )
         return tensors, json.loads(metadata["remarks"])
+
+    def remarks(self, index: int) -> dict[str, Any]:
+        """The remarks on a finished layer. Raises ConfigError if its file is damaged."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self._layer(index), framework="np") as file:
+                found: dict[str, Any] = json.loads(file.metadata()["remarks"])
+        except SafetensorError:
+            raise self._damaged(self._layer(index)) from None
+        return found
 
     def remove(self) -> None:
         """Nothing of it is needed any more."""

@@ -15,6 +15,7 @@ from headrace.errors import InvalidRequestError
 from headrace.lab.evaluate.statistics import Estimate, mean, perplexity
 
 Convention = Literal["windows", "llama.cpp"]
+_STRETCHES = 256
 DEFAULT_CONTEXT: dict[Convention, int] = {"windows": 1024, "llama.cpp": 512}
 
 
@@ -41,12 +42,17 @@ class Window:
 
 class Divergence(BaseModel):
     """Of the reference to the model, per token: KL in nats, agreement of the likeliest token, and ln of the
-    ratio of perplexities (model over reference) with the paired standard error."""
+    ratio of perplexities (model over reference) with the paired standard error.
+
+    ``kl_stretches``: the mean KL of each of up to 256 equal stretches of the text, in their order, so that
+    two models that were measured against one reference on one text can be compared in pairs.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     reference_perplexity: Estimate
     kl: Estimate
+    kl_stretches: list[float] = []
     kl_median: float
     kl_p99: float
     kl_p999: float
@@ -172,6 +178,7 @@ def _divergence(losses: NDArray[np.float64], pairs: list[_Paired]) -> Divergence
     return Divergence(
         reference_perplexity=perplexity(reference_losses),
         kl=mean(kl),
+        kl_stretches=[float(part.mean()) for part in np.array_split(kl, min(len(kl), _STRETCHES))],
         kl_median=median,
         kl_p99=p99,
         kl_p999=p999,

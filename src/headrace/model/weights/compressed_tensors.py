@@ -6,6 +6,7 @@ names and patterns of the configuration, which may be anything, are never interp
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,8 @@ from headrace.model.weights.quantized_linear import (
     group_count,
     read_groups,
 )
+
+_log = logging.getLogger(__name__)
 
 _FORMATS = (
     "pack-quantized",
@@ -54,6 +57,7 @@ class CompressedTensors:
     """``weight_packed``, or ``weight`` as int8 or float8 e4m3, with ``weight_scale`` and the like."""
 
     # Activations, keys and values are quantised while running, finer than any scale that was fixed before.
+    # That scales of keys and values are not used is told, because they may be what the file was made for.
     ignored = frozenset(
         [f"{what}_{kind}" for what in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point")]
     )
@@ -65,6 +69,11 @@ class CompressedTensors:
             raise keys.wrong("quantization_status", f"is {status!r}; only compressed weights are read")
         if keys.has("sparsity_config") and keys.section("sparsity_config").text("format", "dense") != "dense":
             raise keys.wrong("sparsity_config", "asks for another format than dense, which is not supported")
+        if keys.has("kv_cache_scheme") and keys.section("kv_cache_scheme").names():
+            _log.warning(
+                "the checkpoint has scales for keys and values (kv_cache_scheme), which are not used: these "
+                "are kept in bfloat16, or with --kv-cache-dtype int8 with a scale for every token and head"
+            )
         if keys.has("transform_config") and keys.section("transform_config").names():
             raise keys.wrong("transform_config", "asks for transforms inside the network: not supported")
         groups = keys.section("config_groups")

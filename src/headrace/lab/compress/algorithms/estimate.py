@@ -17,6 +17,7 @@ from headrace.model.weights.tensor_shapes import expected_shapes
 
 _SIDE = 1024
 _TIMED_S = 0.1
+_SEARCH_TOKENS = 15 * SENSITIVITY_TOKENS  # of thirty shapes: a quarter for each, all for the best quarter
 _ELEMENTWISE = 40  # passes over a weight that rounding and its searches cost, each worth this many operations
 
 
@@ -29,9 +30,43 @@ class Estimate:
 
 
 def estimate(
-    architecture: Architecture, recipe: Recipe, plan: Plan, tokens: int, threads: int = 0
+    source: Architecture,
+    left: Architecture,
+    recipe: Recipe,
+    plan: Plan,
+    tokens: int,
+    threads: int = 0,
 ) -> Estimate:
-    """For a calibration of ``tokens`` (0: none)."""
+    """For a calibration of ``tokens`` (0: none), and of ``source`` what is ``left`` to prune and round."""
+    operations, memory = 0.0, 0.0
+    if plan.treatments() or plan.prunings():
+        operations, memory = _of_layers(left, recipe, plan, tokens)
+    if recipe.reshapes:
+        more, most = _of_looking(source, recipe, tokens)
+        operations, memory = operations + more, max(memory, most)
+    return Estimate(operations / _operations_per_second(threads), int(memory))
+
+
+def _of_looking(architecture: Architecture, recipe: Recipe, tokens: int) -> tuple[float, float]:
+    """Operations and bytes of choosing what stays. Of a search, with about as many shapes as there can be."""
+    shapes, layers = expected_shapes(architecture), len(architecture.layers)
+    elements = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers."))
+    head = architecture.vocab_size * architecture.hidden_size
+    matrices = {name: shape for name, shape in shapes.items() if name.startswith("layers.0.")}
+    squares = sum(width**2 for width in _widths(matrices))
+    operations = 2.0 * tokens * (elements + layers * squares)
+    if recipe.depth_by == "kl":
+        operations += SENSITIVITY_TOKENS * layers * (elements + 2 * head)
+    if recipe.search is not None:
+        operations += 2.0 * _SEARCH_TOKENS * (elements + 2 * head)
+    streams = 3 * tokens * architecture.hidden_size
+    if recipe.depth_by == "kl":
+        streams = max(streams, SENSITIVITY_TOKENS * architecture.hidden_size * (2 * layers + 2) + head)
+    return operations, 4.0 * (2 * elements / layers + squares + streams)
+
+
+def _of_layers(architecture: Architecture, recipe: Recipe, plan: Plan, tokens: int) -> tuple[float, float]:
+    """Operations and bytes of pruning and rounding."""
     shapes = expected_shapes(architecture)
     operations, largest = 0.0, 0
     for index in range(len(architecture.layers)):
@@ -41,9 +76,11 @@ def estimate(
         }
         elements = sum(math.prod(shape) for shape in matrices.values())
         treatments = plan.of_layer(index)
+        prunings = plan.prunings()
         operations += _ELEMENTWISE * elements
         if tokens:
-            passes = 2 if any(one.method == "gptq" for one in treatments.values()) else 1
+            again = recipe.kv_cache or prunings or any(one.method == "gptq" for one in treatments.values())
+            passes = 2 if again else 1
             operations += 2 * passes * elements * tokens
             operations += 2 * tokens * sum(width**2 for width in _widths(matrices))
             for name, one in treatments.items():
@@ -52,14 +89,18 @@ def estimate(
                     operations += recipe.awq.grid * (2 * rows * width**2 + _ELEMENTWISE * rows * width)
                 if one.method == "gptq":
                     operations += 2 * rows * width**2 + 3 * width**3
+            for name, pruning in prunings.items():
+                if name.startswith(prefix) and pruning.method == "sparsegpt":
+                    rows, width = shapes[name]
+                    operations += 2 * rows * width**2 + 3 * width**3
             if plan.average_bits is not None:
                 operations += 2 * elements * SENSITIVITY_TOKENS * (index + 2)
         largest = max(largest, elements + sum(width**2 for width in _widths(matrices)))
-    memory = 4 * (5 * largest + 3 * tokens * architecture.hidden_size)
+    memory = 4.0 * (5 * largest + 3 * tokens * architecture.hidden_size)
     if plan.average_bits is not None:
         streams = SENSITIVITY_TOKENS * architecture.hidden_size * (2 * len(architecture.layers) + 2)
-        memory = max(memory, 4 * (streams + architecture.vocab_size * architecture.hidden_size))
-    return Estimate(operations / _operations_per_second(threads), int(memory))
+        memory = max(memory, 4.0 * (streams + architecture.vocab_size * architecture.hidden_size))
+    return operations, memory
 
 
 def _widths(matrices: Mapping[str, tuple[int, ...]]) -> list[int]:

@@ -13,6 +13,7 @@ from headrace.backend.torch.ops import TorchOps, attend
 from headrace.backend.torch.step import TorchStep
 from headrace.errors import GenerationError
 from headrace.lab.compress.algorithms.scaling import Weights
+from headrace.lab.compress.algorithms.statistics import KEYS, VALUES
 from headrace.model.architecture import Architecture, AttentionSpec
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.decoder import decode_layer
@@ -25,7 +26,8 @@ See = Callable[[str, torch.Tensor], None]
 
 
 class SequenceOps(TorchOps):
-    """Operations over whole sequences that lie one after the other; ``see`` is told of linear inputs."""
+    """Operations over whole sequences that lie one after the other; ``see`` is told of linear inputs, and of
+    keys and values as a cache would hold them."""
 
     def __init__(self, weights: Weights, step: TorchStep, see: See | None) -> None:
         super().__init__(weights, TorchKV((), 0), step)
@@ -42,6 +44,9 @@ class SequenceOps(TorchOps):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, layer: int
     ) -> torch.Tensor:
         """Each sequence attends to itself alone: nothing is padded, so nothing has to be masked out."""
+        if self._see is not None:
+            self._see(f"layers.{layer}.{KEYS}", k)
+            self._see(f"layers.{layer}.{VALUES}", v)
         parts = []
         for start, end in zip(self._step.query_start, self._step.query_start[1:], strict=False):
             count = end - start
@@ -182,7 +187,7 @@ def _first_not_finite(
     bad: list[str] = []
 
     def look(name: str, x: torch.Tensor) -> None:
-        if not bool(torch.isfinite(x).all()):
+        if not bool(torch.isfinite(x).all()) and not name.endswith((KEYS, VALUES)):
             bad.append(name)
 
     decode_layer(SequenceOps(named, step, look), hidden, architecture.layers[index], index)

@@ -1,7 +1,8 @@
-"""One layer of a recipe: scale channels, cut ranges, round; from the weights and what went into them."""
+"""One layer of a recipe: scale channels, prune, cut ranges, round; from the weights and their inputs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.lab.compress.algorithms.gptq import Rounded, gptq
+from headrace.lab.compress.algorithms.pruning import prune
 from headrace.lab.compress.algorithms.rounding import needs_wide_scale, require_finite, round_to_nearest
 from headrace.lab.compress.algorithms.scaling import (
     Weights,
@@ -21,7 +23,7 @@ from headrace.lab.compress.algorithms.scaling import (
     smoothquant_scale,
 )
 from headrace.lab.compress.algorithms.statistics import SITES, Inputs, LayerInputs
-from headrace.lab.compress.plan import Treatment
+from headrace.lab.compress.plan import Pruning, Treatment
 from headrace.lab.compress.quantized import QuantizedLinear
 from headrace.lab.compress.recipe import Recipe
 from headrace.model.architecture import LayerSpec
@@ -33,13 +35,14 @@ _UNCLIPPED = ("attention.q.weight", "attention.k.weight")
 @dataclass(slots=True)
 class LayerResult:
     """What has become of a layer: its rounded weights, the dense tensors that changed, by name without
-    ``layers.{i}.``; notes; and, if its inputs are known, the share of each weight's output energy that is
-    lost."""
+    ``layers.{i}.``; notes; the share of zeros of each pruned weight; and, if its inputs are known, the share
+    of each weight's output energy that is lost."""
 
     rounded: dict[str, QuantizedLinear] = field(default_factory=dict)
     changed: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float | None] = field(default_factory=dict)
+    zeros: dict[str, float] = field(default_factory=dict)
 
 
 def compress_layer(
@@ -47,35 +50,53 @@ def compress_layer(
     inputs: LayerInputs | None,
     layer: LayerSpec,
     treatments: dict[str, Treatment],
+    prunings: dict[str, Pruning],
     recipe: Recipe,
 ) -> LayerResult:
-    """Apply the recipe. ``weights`` are replaced by the values that the rounded ones have.
+    """Apply the recipe. ``weights`` are replaced by the values that the pruned and rounded ones have.
 
     ``inputs``: None where no step needs to know them. Raises ModelFormatError for weights not finite.
     """
-    for name in treatments:
+    touched = treatments.keys() | prunings.keys()
+    for name in sorted(touched):
         require_finite(name, weights[name])
     result = LayerResult()
     changed: set[str] = set()
     if inputs is not None:
         changed = _scale(weights, inputs, layer, treatments, recipe)
         _remark(inputs, result)
-    before = {name: weights[name] for name in treatments}
+    before = {name: weights[name] for name in touched}
+    for site, members in SITES.items():
+        seen = None if inputs is None else inputs.sites[site]
+        for name in (f"{member}.weight" for member in members):
+            pruning = prunings.get(name)
+            if pruning is not None and not _jointly(treatments.get(name), pruning):
+                pruned = prune(weights[name], None if seen is None else seen.gram, pruning)
+                weights[name] = pruned.values
+                result.notes += [f"{name}: {note}" for note in pruned.notes]
     if inputs is not None:
         _clip(weights, inputs, treatments)
     for site, members in SITES.items():
         names = [f"{name}.weight" for name in members if f"{name}.weight" in treatments]
         seen = None if inputs is None else inputs.sites[site]
-        for name, found in _round(weights, names, treatments, seen).items():
+        for name, found in _round(weights, names, treatments, prunings, seen).items():
             result.rounded[name] = found.linear
             result.notes += [f"{name}: {note}" for note in found.notes]
             if needs_wide_scale(weights[name], found.linear.scheme) and found.linear.scheme.kind == "int":
                 result.notes.append(f"{name}: float16 cannot hold its scales, float32 does")
-            if seen is not None:
-                result.errors[name] = _lost(found.values - before[name], before[name], seen)
             weights[name] = found.values
-    result.changed = {name: weights[name].numpy() for name in sorted(changed - set(treatments))}
+        for name in (f"{member}.weight" for member in members):
+            if name in touched and seen is not None:
+                result.errors[name] = _lost(weights[name] - before[name], before[name], seen)
+    result.zeros = {name: float((weights[name] == 0).float().mean()) for name in sorted(prunings)}
+    dense = (changed | prunings.keys()) - treatments.keys()
+    result.changed = {name: weights[name].numpy() for name in sorted(dense)}
     return result
+
+
+def _jointly(treatment: Treatment | None, pruning: Pruning) -> bool:
+    """Whether pruning and rounding are one sweep, in which what stays makes up for both."""
+    return treatment is not None and treatment.method == "gptq" and pruning.method == "sparsegpt"
 
 
 def _scale(
@@ -117,16 +138,24 @@ def _clip(weights: Weights, inputs: LayerInputs, treatments: dict[str, Treatment
 
 
 def _round(
-    weights: Weights, names: Sequence[str], treatments: dict[str, Treatment], seen: Inputs | None
+    weights: Weights,
+    names: Sequence[str],
+    treatments: dict[str, Treatment],
+    prunings: dict[str, Pruning],
+    seen: Inputs | None,
 ) -> dict[str, Rounded]:
-    """The site's weights; those that GPTQ rounds alike are rounded as one, which costs hardly more."""
+    """The site's weights; those that GPTQ rounds alike are rounded as one, which costs hardly more. But where
+    it prunes too, each has its own share of zeros.
+    """
     found: dict[str, Rounded] = {}
     alike: dict[Any, list[str]] = {}
     for name in names:
         treatment = treatments[name]
         if treatment.method == "gptq":
             wide = needs_wide_scale(weights[name], treatment.scheme)
-            alike.setdefault((treatment.scheme, treatment.damping, wide), []).append(name)
+            pruning = prunings.get(name)
+            alone = name if pruning is not None and _jointly(treatment, pruning) else ""
+            alike.setdefault((treatment.scheme, treatment.damping, wide, pruning, alone), []).append(name)
         else:
             found[name] = Rounded(*round_to_nearest(weights[name], treatment.scheme))
     for together in alike.values():
@@ -137,6 +166,7 @@ def _round(
             seen.gram,
             treatment.scheme,
             damping=treatment.damping,
+            pruning=prunings.get(together[0]),
         )
         start = 0
         for name in together:
@@ -155,6 +185,11 @@ def _rows(linear: QuantizedLinear, rows: slice) -> QuantizedLinear:
 def _remark(inputs: LayerInputs, result: LayerResult) -> None:
     """Channels that are always zero, or that stand out so far that a scale for all would drown the others."""
     for site, seen in inputs.sites.items():
+        if not bool(torch.isfinite(seen.gram).all()):
+            result.notes.append(
+                f"after {site}: channels reach {float(seen.largest.max()):.1e}, and their squares exceed "
+                "float32: nothing is searched for, weights are rounded to nearest"
+            )
         dead = int((seen.largest == 0).sum())
         if dead:
             result.notes.append(f"after {site}: {dead} of {len(seen.largest)} channels were always zero")
@@ -164,7 +199,8 @@ def _remark(inputs: LayerInputs, result: LayerResult) -> None:
             result.notes.append(f"after {site}: {loud} channels reach a thousand times the median channel")
 
 
-def _lost(error: torch.Tensor, weight: torch.Tensor, seen: Inputs) -> float:
-    """``|x @ error.T| ** 2 / |x @ weight.T| ** 2`` over all rows seen."""
+def _lost(error: torch.Tensor, weight: torch.Tensor, seen: Inputs) -> float | None:
+    """``|x @ error.T| ** 2 / |x @ weight.T| ** 2`` over all rows seen; None if these are beyond float32."""
     whole = output_error(weight, seen.gram)
-    return output_error(error, seen.gram) / whole if whole > 0 else 0.0
+    lost = output_error(error, seen.gram) / whole if whole else 0.0
+    return lost if math.isfinite(lost) else None

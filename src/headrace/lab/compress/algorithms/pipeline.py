@@ -12,10 +12,11 @@ from headrace.lab.compress.algorithms.forward import Rows, embed, load_layer, ru
 from headrace.lab.compress.algorithms.layer import LayerResult, compress_layer
 from headrace.lab.compress.algorithms.rounding import require_finite, round_to_nearest
 from headrace.lab.compress.algorithms.sensitivity import layer_divergence, with_bits
-from headrace.lab.compress.algorithms.statistics import LayerInputs
+from headrace.lab.compress.algorithms.statistics import CacheReach, LayerInputs
 from headrace.lab.compress.calibration import Calibration
-from headrace.lab.compress.plan import Plan, Treatment
-from headrace.lab.compress.recipe import HEAD, Recipe
+from headrace.lab.compress.plan import Plan, Pruning, Treatment
+from headrace.lab.compress.recipe import Recipe
+from headrace.lab.compress.targets import HEAD
 from headrace.lab.compress.work import Work
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.store import Progress
@@ -37,9 +38,9 @@ def run(
     """Finish the layers of ``work`` that are not finished, and the head if the recipe rounds it.
 
     In memory are one layer's weights in float32 with what is searched for them, and the residual streams of
-    the calibration before and after it. With GPTQ each layer sees what the compressed ones before it give;
-    without, what the model's own give. Raises ModelFormatError and GenerationError for a model whose numbers
-    are not finite, naming the layer.
+    the calibration before and after it. With GPTQ and pruning each layer sees what the compressed ones before
+    it give; without, what the model's own give. Raises ModelFormatError and GenerationError for a model whose
+    numbers are not finite, naming the layer.
     """
     if threads > 0:
         torch.set_num_threads(threads)
@@ -53,7 +54,7 @@ def run(
             stream = _stream(checkpoint, calibration, work, begin)
         for index in range(begin, layers):
             progress("layers", index, layers)
-            stream = _layer(checkpoint, recipe, treatments, index, stream, rows, work)
+            stream = _layer(checkpoint, recipe, treatments, plan.prunings(), index, stream, rows, work)
         progress("layers", layers, layers)
         if f"{HEAD}.weight" in treatments and work.finished() == layers:
             _head(checkpoint, treatments[f"{HEAD}.weight"], work, layers)
@@ -67,14 +68,14 @@ def _treatments(
     assert calibration is not None  # a recipe with average_bits is calibrated
     found = work.value("sensitivity")
     if found is None:
-        found = layer_divergence(checkpoint, plan, _some(calibration), progress)
+        found = layer_divergence(checkpoint, plan, some_sequences(calibration, SENSITIVITY_TOKENS), progress)
         work.keep_value("sensitivity", found)
     return with_bits(plan, found, {one.name: math.prod(one.shape) for one in plan.tensors})
 
 
-def _some(calibration: Calibration) -> tuple[tuple[int, ...], ...]:
-    """Sequences from all over the calibration, of about SENSITIVITY_TOKENS in all."""
-    few = max(1, SENSITIVITY_TOKENS * len(calibration.sequences) // max(calibration.tokens, 1))
+def some_sequences(calibration: Calibration, tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Sequences from all over the calibration, of about so many ``tokens`` in all."""
+    few = max(1, tokens * len(calibration.sequences) // max(calibration.tokens, 1))
     stride = max(1, len(calibration.sequences) // few)
     return calibration.sequences[::stride][:few]
 
@@ -91,6 +92,7 @@ def _layer(
     checkpoint: Checkpoint,
     recipe: Recipe,
     treatments: dict[str, Treatment],
+    prunings: dict[str, Pruning],
     index: int,
     stream: torch.Tensor | None,
     rows: Rows,
@@ -101,6 +103,7 @@ def _layer(
     architecture = checkpoint.architecture
     prefix = f"layers.{index}."
     mine = {name.removeprefix(prefix): one for name, one in treatments.items() if name.startswith(prefix)}
+    pruned = {name.removeprefix(prefix): one for name, one in prunings.items() if name.startswith(prefix)}
     weights = load_layer(checkpoint, index)
     for name, tensor in weights.items():
         if tensor.ndim == 2:
@@ -109,17 +112,23 @@ def _layer(
     if stream is not None:
         inputs = LayerInputs()
         after = run_layer(architecture, index, weights, stream, rows, inputs.see)
-    result = compress_layer(weights, inputs, architecture.layers[index], mine, recipe)
+    result = compress_layer(weights, inputs, architecture.layers[index], mine, pruned, recipe)
+    reach = CacheReach() if recipe.kv_cache else None
     if stream is not None:
-        if any(one.method == "gptq" for one in mine.values()):
-            after = run_layer(architecture, index, weights, stream, rows, None)
+        passed_on = pruned or any(one.method == "gptq" for one in mine.values())
+        if passed_on or reach is not None:
+            see = None if reach is None else reach.see
+            compressed = run_layer(architecture, index, weights, stream, rows, see)
+            after = compressed if passed_on else after
         assert after is not None
         work.keep_stream(index + 1, after.numpy())
     work.keep_layer(
         index,
         {prefix + name: linear for name, linear in result.rounded.items()},
         {prefix + name: tensor for name, tensor in result.changed.items()},
-        _remarks(result, prefix, mine) | {"seconds": round(time.monotonic() - began, 2)},
+        _remarks(result, prefix, mine)
+        | {"kv_scales": None if reach is None else reach.scales()}
+        | {"seconds": round(time.monotonic() - began, 2)},
     )
     return after
 
@@ -128,6 +137,7 @@ def _remarks(result: LayerResult, prefix: str, treatments: dict[str, Treatment])
     return {
         "notes": [f"{prefix}{note}" for note in result.notes],
         "errors": {prefix + name: error for name, error in result.errors.items()},
+        "zeros": {prefix + name: share for name, share in result.zeros.items()},
         "bits": {prefix + name: one.scheme.bits for name, one in treatments.items()},
     }
 
@@ -140,5 +150,12 @@ def _head(checkpoint: Checkpoint, treatment: Treatment, work: Work, place: int) 
     matrix = to_torch(checkpoint.tensor(name), torch.float32, torch.device("cpu"))
     require_finite(name, matrix)
     linear, _ = round_to_nearest(matrix, treatment.scheme)
-    remarks = {"notes": [], "errors": {}, "bits": {name: treatment.scheme.bits}, "seconds": 0.0}
+    remarks: dict[str, Any] = {
+        "notes": [],
+        "errors": {},
+        "zeros": {},
+        "bits": {name: treatment.scheme.bits},
+        "kv_scales": None,
+        "seconds": 0.0,
+    }
     work.keep_layer(place, {name: linear}, {}, remarks)

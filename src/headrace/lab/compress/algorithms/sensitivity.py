@@ -1,14 +1,15 @@
-"""Which layers suffer most from few bits: each is narrowed alone, and what comes out is compared."""
+"""Which layers suffer most: each is narrowed, or left out, alone, and what comes out is compared."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
 from headrace.lab.compress.algorithms.forward import Rows, embed, load_layer, log_probs, run_layer
 from headrace.lab.compress.algorithms.rounding import round_to_nearest
+from headrace.lab.compress.algorithms.scaling import Weights
 from headrace.lab.compress.plan import Plan, Treatment
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.store import Progress
@@ -19,6 +20,34 @@ def layer_divergence(
 ) -> list[float]:
     """For each layer the mean KL divergence, in nats per token, of the model in which that layer alone has
     its weights to nearest in their few bits.
+    """
+    architecture = checkpoint.architecture
+    rows = Rows(tuple(map(len, sequences)))
+
+    def narrowed(index: int, weights: Weights, stream: torch.Tensor) -> torch.Tensor:
+        narrow = dict(weights)
+        for name, treatment in plan.of_layer(index).items():
+            if treatment.may_rise:
+                narrow[name] = round_to_nearest(weights[name], replace(treatment.scheme, act_order=None))[1]
+        return run_layer(architecture, index, narrow, stream, rows, None)
+
+    return _divergence_of_each(checkpoint, sequences, narrowed, progress)
+
+
+def divergence_without(
+    checkpoint: Checkpoint, sequences: tuple[tuple[int, ...], ...], progress: Progress
+) -> list[float]:
+    """For each layer the mean KL divergence, in nats per token, of the model without that layer."""
+    return _divergence_of_each(checkpoint, sequences, lambda index, weights, stream: stream, progress)
+
+
+def _divergence_of_each(
+    checkpoint: Checkpoint,
+    sequences: tuple[tuple[int, ...], ...],
+    vary: Callable[[int, Weights, torch.Tensor], torch.Tensor],
+    progress: Progress,
+) -> list[float]:
+    """Of the variants in which one layer alone gives what ``vary`` makes of the stream before it.
 
     One pass over the layers: the residual stream of each variant goes along with the model's own from the
     layer on in which they part. Holds a layer's weights and one stream for each layer, of these sequences.
@@ -29,11 +58,7 @@ def layer_divergence(
     for index in range(len(architecture.layers)):
         progress("sensitivity", index, len(architecture.layers))
         weights = load_layer(checkpoint, index)
-        narrowed = dict(weights)
-        for name, treatment in plan.of_layer(index).items():
-            if treatment.may_rise:
-                narrowed[name] = round_to_nearest(weights[name], replace(treatment.scheme, act_order=None))[1]
-        variant = run_layer(architecture, index, narrowed, streams[0], rows, None)
+        variant = vary(index, weights, streams[0])
         streams = [run_layer(architecture, index, weights, stream, rows, None) for stream in streams]
         streams.append(variant)
     progress("sensitivity", len(architecture.layers), len(architecture.layers))

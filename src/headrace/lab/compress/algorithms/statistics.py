@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headrace.lab.compress.quantized import FLOAT8_MAX
+
 SITES = {
     "attention_norm": ("attention.q", "attention.k", "attention.v"),
     "attention.v": ("attention.o",),
@@ -13,6 +15,10 @@ SITES = {
     "feed_forward.up": ("feed_forward.down",),
 }
 """The weights of a layer that share an input, by the norm or weight that makes it, channel by channel."""
+
+
+KEYS, VALUES = "attention.keys", "attention.values"
+"""What a layer puts into a KV cache: keys after their rotation, and values."""
 
 
 @dataclass(slots=True)
@@ -64,3 +70,22 @@ class LayerInputs:
                 if site not in self.sites:
                     self.sites[site] = Inputs.of_width(x.shape[1])
                 self.sites[site].add(x)
+
+
+@dataclass(slots=True)
+class CacheReach:
+    """The largest magnitudes among a layer's keys and values."""
+
+    keys: float = 0.0
+    values: float = 0.0
+
+    def see(self, name: str, x: torch.Tensor) -> None:
+        """Told of everything, as :meth:`LayerInputs.see` is."""
+        if name.endswith(KEYS):
+            self.keys = max(self.keys, float(x.abs().max()))
+        elif name.endswith(VALUES):
+            self.values = max(self.values, float(x.abs().max()))
+
+    def scales(self) -> tuple[float, float]:
+        """Of keys and of values: what they are divided by to fit float8; 1 for those that are all zero."""
+        return self.keys / FLOAT8_MAX or 1.0, self.values / FLOAT8_MAX or 1.0

@@ -18,6 +18,8 @@ from headrace.model.weights.int32_codes import pack, pack_awq
 Parts = dict[str, NDArray[Any]]
 """Tensors by the last part of their names."""
 
+_KV_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
 
 def check_layout(layout: Layout, name: str, scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raise ConfigError, with ``name``, if the layout cannot hold a weight ``(out, in)`` of this scheme."""
@@ -55,13 +57,19 @@ def is_v1(layout: Layout, scheme: Scheme) -> bool:
     return layout == "gptq" and scheme.symmetric
 
 
-def quantization_config(layout: Layout, schemes: Mapping[str, Scheme], plain: list[str]) -> dict[str, Any]:
-    """What ``config.json`` says. ``schemes``: by module name; ``plain``: linears that stay floats.
+def quantization_config(
+    layout: Layout, schemes: Mapping[str, Scheme], plain: list[str], *, kv_scales: bool = False
+) -> dict[str, Any]:
+    """What ``config.json`` says. ``schemes``: by module name; ``plain``: linears that stay floats;
+    ``kv_scales``: there are scales of keys and values.
 
-    Raises ConfigError where the layout needs one scheme for all, and there are several.
+    Raises ConfigError where the layout needs one scheme for all, and there are several, and where it has no
+    place for scales of keys and values.
     """
     if layout == "compressed-tensors":
-        return _compressed_config(schemes, plain)
+        return _compressed_config(schemes, plain) | {"kv_cache_scheme": _KV_CACHE if kv_scales else None}
+    if kv_scales:
+        raise no_kv_scales(layout)
     several = {_stored(scheme) for scheme in schemes.values()}
     if len(several) != 1:
         raise ConfigError(
@@ -90,6 +98,14 @@ def quantization_config(layout: Layout, schemes: Mapping[str, Scheme], plain: li
         "checkpoint_format": "gptq" if is_v1(layout, scheme) else "gptq_v2",
         "pack_dtype": "int32",
     }
+
+
+def no_kv_scales(form: str) -> ConfigError:
+    """An error for the caller to raise: the format has no place for scales of keys and values."""
+    return ConfigError(
+        f"{form} has no place for the scales of keys and values: write compressed-tensors, or take the step "
+        "kv_cache out of the recipe."
+    )
 
 
 def compression(scheme: Scheme) -> str:
@@ -184,7 +200,6 @@ def _compressed_config(schemes: Mapping[str, Scheme], plain: list[str]) -> dict[
         "quantization_status": "compressed",
         "ignore": plain,
         "config_groups": described,
-        "kv_cache_scheme": None,
     }
 
 

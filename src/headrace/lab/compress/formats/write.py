@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,7 +27,7 @@ from headrace.lab.compress.formats.gguf_blocks import (
 from headrace.lab.compress.formats.gguf_file import GGUFWriter
 from headrace.lab.compress.formats.gguf_metadata import architecture_metadata, rope_factors
 from headrace.lab.compress.formats.gguf_tokens import tokenizer_metadata
-from headrace.lab.compress.formats.layouts import check_layout, parts_of, quantization_config
+from headrace.lab.compress.formats.layouts import check_layout, no_kv_scales, parts_of, quantization_config
 from headrace.lab.compress.formats.publish import published
 from headrace.lab.compress.formats.shards import SHARD_BYTES, Shards
 from headrace.lab.compress.formats.side_files import side_files, token_ids
@@ -61,13 +61,17 @@ _EMBEDDINGS = ("embed.weight", "head.weight")
 _PARTS = 5  # tensors that a weight becomes, at most
 
 
-def check_format(form: str, schemes: Mapping[str, Scheme], source: Checkpoint) -> None:
+def check_format(
+    form: str, schemes: Mapping[str, Scheme], source: Checkpoint, *, kv_scales: bool = False
+) -> None:
     """Raise, before anything is computed, what :func:`write_checkpoint` would raise.
 
-    ``schemes``: of the weights that will be rounded, by canonical name.
+    ``schemes``: of the weights that will be rounded, by canonical name; ``kv_scales``: there will be some.
     """
     architecture = source.architecture
     shapes = expected_shapes(architecture)
+    if kv_scales and _format(form) != "compressed-tensors":
+        raise no_kv_scales(form)
     if _format(form) == "gguf":
         architecture_metadata(architecture)
         tokenizer_metadata(source.path, architecture.vocab_size)
@@ -84,7 +88,8 @@ def check_format(form: str, schemes: Mapping[str, Scheme], source: Checkpoint) -
     for name, scheme in schemes.items():
         check_layout(layout, name, scheme, (shapes[name][0], shapes[name][1]))
     plain = [name for name, shape in shapes.items() if name not in schemes and _is_linear(name, shape)]
-    _quantization_config(layout, modules, [_module_name(name, architecture) for name in plain])
+    plain = [_module_name(name, architecture) for name in plain]
+    _quantization_config(layout, modules, plain, kv_scales=kv_scales)
 
 
 def write_checkpoint(
@@ -96,22 +101,27 @@ def write_checkpoint(
     architecture: Architecture | None = None,
     dtype: FloatType | None = None,
     shard_bytes: int = SHARD_BYTES,
+    kv_scales: Sequence[tuple[float, float]] = (),
 ) -> None:
     """Write a model into ``folder``, which appears complete or not at all, in one of :data:`FORMATS`.
 
     ``tensors`` are all those of ``architecture``, by default the source's. Rounded ones keep their codes and
     scales; as ``float`` they become floats. ``source``: whose tokenizer, chat template and generation
     settings go along. ``dtype``: of the other tensors, bfloat16 by default; in GGUF float16, where norms and
-    biases are float32 and, beside rounded weights, embedding and head Q8_0.
+    biases are float32 and, beside rounded weights, embedding and head Q8_0. ``kv_scales``: of each layer's
+    keys and values, for compressed-tensors.
 
     Raises ConfigError for what the format cannot hold, or a folder that exists; ModelFormatError for a source
     without a usable tokenizer; OSError if the folder cannot be written.
     """
     shape = source.architecture if architecture is None else architecture
+    if kv_scales and _format(form) != "compressed-tensors":
+        raise no_kv_scales(form)
     if _format(form) == "gguf":
         _write_gguf(folder, tensors, shape, source.path, dtype or "float16")
     else:
-        _write_folder(folder, form, tensors, shape, source.path, dtype or "bfloat16", shard_bytes)
+        kind = dtype or "bfloat16"
+        _write_folder(folder, form, tensors, shape, source.path, kind, shard_bytes, kv_scales)
 
 
 def _format(form: str) -> str:
@@ -129,10 +139,12 @@ def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and name != "embed.weight"
 
 
-def _quantization_config(layout: Layout, schemes: Mapping[str, Scheme], plain: list[str]) -> dict[str, Any]:
+def _quantization_config(
+    layout: Layout, schemes: Mapping[str, Scheme], plain: list[str], *, kv_scales: bool
+) -> dict[str, Any]:
     if not schemes:
         raise ConfigError(f"Nothing is rounded, so there is nothing to write as {layout}: write float.")
-    return quantization_config(layout, schemes, plain)
+    return quantization_config(layout, schemes, plain, kv_scales=kv_scales)
 
 
 def _write_folder(
@@ -143,6 +155,7 @@ def _write_folder(
     source: Path,
     dtype: FloatType,
     shard_bytes: int,
+    kv_scales: Sequence[tuple[float, float]],
 ) -> None:
     layout = _layout(form)
     config = config_of(architecture)
@@ -151,7 +164,8 @@ def _write_folder(
     schemes: dict[str, Scheme] = {}
     plain: list[str] = []
     with published(folder) as draft:
-        with Shards(draft, len(tensors) * _PARTS, shard_bytes=shard_bytes) as shards:
+        count = len(tensors) * _PARTS + 2 * len(kv_scales)
+        with Shards(draft, count, shard_bytes=shard_bytes) as shards:
             for name, tensor in tensors.items():
                 module = _module_name(name, architecture)
                 if isinstance(tensor, QuantizedLinear) and layout is not None:
@@ -163,8 +177,15 @@ def _write_folder(
                     plain.append(module)
                 kind = name.rpartition(".")[2]
                 shards.add(f"{module}.{kind}", _floats(name, tensor, architecture, dtype))
+            for index, scales in enumerate(kv_scales):
+                attention = _module_name(f"layers.{index}.attention.q.weight", architecture).rpartition(".")[
+                    0
+                ]
+                for part, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+                    shards.add(f"{attention}.{part}", np.array([scale], np.float32))
         if layout is not None:
-            config["quantization_config"] = _quantization_config(layout, schemes, plain)
+            described = _quantization_config(layout, schemes, plain, kv_scales=bool(kv_scales))
+            config["quantization_config"] = described
         for name, content in files.items():
             (draft / name).write_bytes(content)
         (draft / "config.json").write_text(json.dumps(config, indent=1), "utf-8")

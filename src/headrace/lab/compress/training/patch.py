@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ConfigError
-from headrace.lab.compress.formats.layouts import Layout, parts_of
+from headrace.lab.compress.format_names import Layout
+from headrace.lab.compress.formats.layouts import parts_of
 from headrace.lab.compress.quantized import QuantizedLinear
 from headrace.lab.compress.report import JSON_NAME, PAGE_NAME
 from headrace.model.weights.json_file import read_json
