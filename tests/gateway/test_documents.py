@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.errors import ConfigError
+from headrace.gateway.config import read_config
 from headrace.gateway.shaping.documents import cut
 from tests.e2e.running import run
 from tests.gateway.running import RunningGateway, Upstreams, gateway, text_of
@@ -134,7 +136,9 @@ def test_parts_and_their_merge(made: Made) -> None:
     [(key, after)] = running.usage("key").items()
     earlier = before.get(key, {"requests": 0, "prompt_tokens": 0, "completion_tokens": 0, "cost_usd": 0.0})
     assert after["requests"] - earlier["requests"] == 1
-    headers = {name: float(answer.headers[f"x-headrace-parts-{name}"]) for name in ("prompt-tokens", "cost-usd")}
+    headers = {
+        name: float(answer.headers[f"x-headrace-parts-{name}"]) for name in ("prompt-tokens", "cost-usd")
+    }
     prompt = headers["prompt-tokens"] + answer.json()["usage"]["prompt_tokens"]
     assert after["prompt_tokens"] - earlier["prompt_tokens"] == prompt
     assert after["completion_tokens"] - earlier["completion_tokens"] == 2 * count + 3
@@ -257,20 +261,24 @@ def test_a_client_that_leaves_ends_the_parts(made: Made) -> None:
         reader.held.set()
 
 
-def test_a_plan_that_cannot_be_is_told_with_its_line(upstreams: Upstreams, tmp_path: Path) -> None:
-    _, url = upstreams.start()
-    for plan, said in (
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
         ("{models: [x]}", "x is a model that no upstream has"),
         ("{part_prompt: 'no place'}", "part_prompt needs {{part}}"),
         ("{merge_prompt: '{{notes}} {{what}}'}", "it may have count, notes, task"),
         ("{part_tokens: 20, overlap_tokens: 11}", "half of part_tokens"),
-    ):
-        file = tmp_path / "gateway.yaml"
-        file.write_text(f"upstreams: {{one: {{url: {url}, models: {{m: {{}}}}}}}}\ndocuments:\n  d: {plan}\n")
-        failed = run("gateway", "usage", str(file))
-        assert failed.returncode == 1
-        assert f"{file}:3: documents.d" in failed.stderr
-        assert said in failed.stderr
+    ],
+)
+def test_a_plan_that_cannot_be_is_told_with_its_line(tmp_path: Path, plan: str, said: str) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(
+        f"upstreams: {{one: {{url: 'http://u/v1', models: {{m: {{}}}}}}}}\ndocuments:\n  d: {plan}\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        read_config(file)
+    assert f"{file}:3: documents.d" in refused.value.message
+    assert said in refused.value.message
 
 
 @given(st.text(max_size=400), st.integers(8, 100), st.booleans())

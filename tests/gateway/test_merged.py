@@ -159,7 +159,7 @@ def test_who_began_may_leave(merging: Merging) -> None:
         follower.read_until("word0")
         leader.leave()
         log = made.file.parent / "log"
-        made.wait(lambda: 'client_gone' in log.read_text())
+        made.wait(lambda: "client_gone" in log.read_text())
     finally:
         release.set()
         streamer.behaviour = decent

@@ -160,7 +160,8 @@ def test_commands_store_versions_that_requests_name(made: Made) -> None:
         assert answer.status_code == 200
         assert streamer.asked[-1].body["messages"] == [{"role": "user", "content": text}]
     listed = run("gateway", "templates", "list", config).stdout
-    assert [line for line in listed.splitlines() if line.startswith("greet")][0].split()[-2:] == ["56%", "who"]
+    [line] = [line for line in listed.splitlines() if line.startswith("greet")]
+    assert line.split()[-2:] == ["56%", "who"]
     shown = json.loads(run("gateway", "templates", "show", config, "greet", "--version", "1").stdout)
     assert shown == {"messages": [{"role": "user", "content": "Hello {{who}}"}], "variables": {"who": {}}}
     rendered = run("gateway", "templates", "render", config, "greet", "--set", "who=a=b").stdout

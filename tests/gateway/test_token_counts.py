@@ -35,7 +35,9 @@ class Counts:
         messages = exchange.body.get("messages")
         text = messages[-1]["content"] if messages else exchange.body["prompt"]
         ids = [len(word) for word in text.split()]
-        await exchange.whole(200, json.dumps({"count": len(ids), "max_model_len": 99, "tokens": ids}).encode())
+        await exchange.whole(
+            200, json.dumps({"count": len(ids), "max_model_len": 99, "tokens": ids}).encode()
+        )
 
 
 Made = tuple[RunningGateway, Streamer, Counts]
