@@ -14,7 +14,7 @@ from tests.gateway.running import RunningGateway, Upstreams, gateway
 from tests.lab.streaming_server import Exchange, Streamer
 
 Batching = tuple[RunningGateway, Streamer, dict[str, str], dict[str, str]]
-WINDOW_MS = 400.0
+WINDOW_MS = 250.0
 
 
 async def embeds(exchange: Exchange) -> None:

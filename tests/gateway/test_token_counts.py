@@ -132,8 +132,8 @@ def test_a_context_that_fits_exactly_is_let_through(upstreams: Upstreams, tmp_pa
         "tenants": {"default": {"limits": {"max_context": 43}}},
     }
     messages = [{"role": "user", "content": WORDS}]
-    with gateway(config, tmp_path) as running:
-        assert running.chat(messages=messages).status_code == 400
-    with gateway(config | {"tokenization": {"min_tokens": 1, "timeout_ms": 5000}}, tmp_path) as running:
+    with gateway(config | {"tokenization": {"min_tokens": 70, "timeout_ms": 5000}}, tmp_path) as running:
         assert running.chat(messages=messages).status_code == 200
         assert running.chat(messages=messages, max_tokens=4).status_code == 400
+        estimated = [{"role": "user", "content": WORDS[:175]}]  # shorter, but not counted
+        assert running.chat(messages=estimated).status_code == 400

@@ -221,7 +221,7 @@ class Flight:
             self._told_bytes += len(data)
             if self._told_bytes > _MOST_TOLD_BYTES:
                 self._told = None
-        for reader in self._readers:
+        for reader in tuple(self._readers):  # who is too far behind leaves
             reader.push(data)
 
     async def _wait_for_readers(self) -> None:
