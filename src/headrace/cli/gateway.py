@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace.cli import gateway_backup, gateway_cache, gateway_live, gateway_releases, gateway_route
+from headrace.cli import (
+    gateway_backup,
+    gateway_cache,
+    gateway_live,
+    gateway_releases,
+    gateway_route,
+    gateway_templates,
+)
 from headrace.cli.gateway_shared import AsJson, Config, date, opened, read, table
 
 if TYPE_CHECKING:
@@ -29,6 +36,7 @@ app.add_typer(gateway_route.app, name="route")
 app.command()(gateway_live.reload)
 app.command()(gateway_live.upstreams)
 app.add_typer(gateway_cache.app, name="cache")
+app.add_typer(gateway_templates.app, name="templates")
 app.command()(gateway_backup.backup)
 
 KeyId = Annotated[str, typer.Argument(metavar="KEY", help="The key's id, as keys list shows it.")]

@@ -23,6 +23,10 @@ from headrace.gateway.quotas import LEASE_S, Quotas
 from headrace.gateway.relay import RetryBudget
 from headrace.gateway.releases.controller import Releases
 from headrace.gateway.semantic import SemanticCache
+from headrace.gateway.shaping.flights import Flights
+from headrace.gateway.shaping.gather import Batches
+from headrace.gateway.shaping.templates import Templates
+from headrace.gateway.shaping.tokens import TokenCounts
 from headrace.gateway.store import Store
 from headrace.gateway.upstream import Target, Upstream, targets_of
 from headrace.observe.logs import logger
@@ -74,6 +78,11 @@ class Gateway:
         self.keys = Keys(self.store)
         self.quotas = Quotas(self.store)
         self.cache = AnswerCache(config.state, config.cache) if config.cache.enabled else None
+        self.templates = Templates(self.store)
+        self.templates.declare(config)
+        self.flights = Flights()
+        self.batches = Batches(self)
+        self.token_counts = TokenCounts(self)
         self.routes = policies(config)
         self.live: set[RequestContext] = set()
         self.admissions = Admissions(config.admission)
@@ -104,6 +113,8 @@ class Gateway:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.flights.aclose()
+        await self.batches.aclose()
         await _close(self.semantic, self.embedder)
         await self.session.close()
         if self.local is not None:
@@ -130,6 +141,7 @@ class Gateway:
         old, new = (self.embedder, self.semantic), (self.embedder, self.semantic)
         if (config.embeddings, config.cache) != (self.config.embeddings, self.config.cache):
             new = self._embedding(config)
+        self.templates.declare(config)
         self.releases.configure(config.releases)
         # from here on nothing can fail
         self.routes = routes
