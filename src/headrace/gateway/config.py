@@ -241,7 +241,8 @@ class GatewayConfig(Strict):
 
     Without ``upstreams`` it is for `headrace serve --gateway`, which is one itself. ``classifier``: a file of
     `headrace gateway route train`, which tells intents in place of the shipped one. ``documents``: plans by
-    name. ``templates``: each becomes a new version of what is stored under its name, if it says something else.
+    name. ``templates``: each becomes a new version of what is stored under its name, if it says something
+    else.
     """
 
     upstreams: dict[Name, UpstreamConfig] = Field(default_factory=dict)
