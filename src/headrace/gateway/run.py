@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, StateError
 from headrace.gateway.app import GatewayApp
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.reload import reload
@@ -71,7 +71,7 @@ async def _live(
         stop.set()
 
     async def reload_quietly() -> None:
-        with contextlib.suppress(ConfigError):  # which is logged
+        with contextlib.suppress(ConfigError, StateError):  # which is logged
             await reload(gateway)
 
     def on_hangup() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from typing import TYPE_CHECKING, Any
 
 from headrace.gateway.authenticate import OWN_TENANT
 from headrace.gateway.cache import keep
-from headrace.gateway.ledger import FREE, Entry, append
+from headrace.gateway.ledger import FREE, Entry
+from headrace.gateway.settlements import Settlement
 from headrace.gateway.usage import Usage, cost
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 async def settle(gateway: Gateway, context: RequestContext) -> None:
-    """Settle once, however often it is called. Nothing in here waits: cancellation cannot cut it in two."""
+    """Settle once, however often it is called. Only the store is waited for; what is cancelled meanwhile is
+    written later (:mod:`headrace.gateway.settlements`).
+    """
     if context.settled:
         return
     context.settled = True
     try:
         if context.reservation is not None:
-            _record(gateway, context)
-    except sqlite3.Error as error:
-        gateway.log.error("settlement failed", request_id=context.id, error=str(error))
+            await _record(gateway, context)
     finally:
         gateway.releases.note(context)
         if context.admitted:
@@ -33,7 +33,7 @@ async def settle(gateway: Gateway, context: RequestContext) -> None:
         keep(gateway, context)
 
 
-def _record(gateway: Gateway, context: RequestContext) -> None:
+async def _record(gateway: Gateway, context: RequestContext) -> None:
     assert context.reservation is not None
     usage = context.usage or Usage()
     charged = usage if context.cache not in FREE else Usage()
@@ -62,7 +62,11 @@ def _record(gateway: Gateway, context: RequestContext) -> None:
         baseline_nano_usd=_baseline(gateway, context, usage),
         **_routed(context),
     )
-    gateway.quotas.settle(context.reservation, charged.total, context.nano_usd, lambda db: append(db, entry))
+    _count(gateway, context, entry, charged)
+    await gateway.settlements.settle(Settlement(context.reservation, charged.total, context.nano_usd, entry))
+
+
+def _count(gateway: Gateway, context: RequestContext, entry: Entry, charged: Usage) -> None:
     metrics, names = gateway.metrics, (context.tenant, context.model)
     metrics.requests.labels(*names, context.outcome).inc()
     if context.release:
