@@ -43,9 +43,9 @@ class Clock:
         return self.now
 
 
-def entry(request: str = "r", tokens: int = 0, nano_usd: int = 0, ended_at: float = NOON) -> Entry:
+def entry(request: str = "r", tokens: int = 0) -> tuple[Entry]:
     """A row of the ledger."""
-    return Entry(ended_at, request, "a", "k", "m", "u", "x", "ok", "off", tokens, 0, 0, False, nano_usd, 1)
+    return (Entry(NOON, request, "a", "k", "m", "u", "x", "ok", "off", tokens, 0, 0, False, 9, 1),)
 
 
 @asynccontextmanager
@@ -361,7 +361,7 @@ def test_many_open_new_state_at_once(tmp_path: Path) -> None:
 def test_the_ledger_cannot_be_rewritten(tmp_path: Path) -> None:
     async def check() -> None:
         async with Place(tmp_path).opened() as store, store.ledger(0.0) as db:
-            append(db, entry())
+            append(db, *entry())
             for statement in ("UPDATE ledger SET nano_usd = 0", "DELETE FROM ledger"):
                 with pytest.raises(sqlite3.IntegrityError, match="append-only"):
                     db.execute(statement)

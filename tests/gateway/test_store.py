@@ -1,18 +1,30 @@
-"""The embedded state: every earlier version leads to this one, and a copy of it is whole."""
+"""The state, of both kinds: what one gateway writes others read, and a copy is whole.
+
+Of the file, every earlier version leads to this one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sqlite3
 import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidRequestError, NotFoundError
+from headrace.gateway.export import export
 from headrace.gateway.keys import Keys
-from headrace.gateway.ledger import usage
+from headrace.gateway.ledger import Entry, score, usage
+from headrace.gateway.quotas import Quotas, Reservation
+from headrace.gateway.releases.state import Event
+from headrace.gateway.store import Store
 from headrace.gateway.stores.tables import MIGRATIONS
 from tests.e2e.running import run
 from tests.gateway.conftest import Places
@@ -128,3 +140,141 @@ def test_a_backup_of_a_running_gateway_is_whole_and_serves(
         assert made.use("tenant:acme").tokens_today >= 6 * counted["requests"]
         assert made.chat(headers).status_code == 200, "with the key of before"
         assert made.chat(revoked).status_code == 401
+
+
+def both(places: Places, check: Callable[[Store, Store], Awaitable[None]]) -> None:
+    """Run ``check`` on two open stores over the same state, as two gateways have it."""
+
+    async def opened() -> None:
+        where = places()
+        async with where.opened() as one, where.opened() as other:
+            await check(one, other)
+
+    asyncio.run(opened())
+
+
+def test_a_key_is_the_same_to_all_gateways(places: Places) -> None:
+    async def check(one: Store, other: Store) -> None:
+        keys, others = Keys(one), Keys(other)
+        made, secret = await keys.create("acme", "laptop", "web")
+        assert await others.find(secret) == made
+        assert abs(made.created_at - time.time()) < 60
+        assert await others.find(f"hr-{'x' * 43}") is None
+        second = await others.rotate(made.id)
+        assert await keys.find(secret) is None
+        rotated = await keys.find(second)
+        assert rotated is not None
+        assert (rotated.id, rotated.app, rotated.name) == (made.id, "web", "laptop")
+        await keys.revoke(made.id)
+        assert await others.find(second) is None
+        for change in (others.rotate, others.revoke):
+            with pytest.raises(NotFoundError, match="keys list"):
+                await change(made.id)
+        later, _ = await keys.create("other")
+        listed = await others.all()
+        assert [key.id for key in listed] == [made.id, later.id]
+        assert listed[0].revoked_at is not None
+
+    both(places, check)
+
+
+def row(request: str, **changes: Any) -> Entry:
+    """A row that ended an hour ago."""
+    values: dict[str, Any] = {
+        "ended_at": time.time() - 3600,
+        "request": request,
+        "tenant": "acme",
+        "key": "key_1",
+        "model": "m",
+        "upstream": "u",
+        "route": "completions",
+        "outcome": "ok",
+        "cache": "miss",
+        "prompt_tokens": 7,
+        "cached_tokens": 2,
+        "completion_tokens": 5,
+        "estimated": False,
+        "nano_usd": 9,
+        "duration_ms": 3,
+        "baseline_nano_usd": 9,
+    }
+    return Entry(**values | changes)
+
+
+async def settled(store: Store, *entries: Entry) -> None:
+    await Quotas(store).settle(
+        Reservation(f"hold-{entries[0].request}-{entries[0].tenant}-{entries[0].version}", (), 0, 0),
+        0,
+        0,
+        entries,
+    )
+
+
+def test_the_ledger_sums_what_all_gateways_wrote(places: Places, tmp_path: Path) -> None:
+    async def check(one: Store, other: Store) -> None:
+        await settled(one, row("1"), row("1", nano_usd=11))
+        await settled(other, row("2", tenant="é", cache="hit", nano_usd=0, completion_tokens=6))
+        await settled(
+            one, row("3", release="r", version="v1", confidence=0.5, outcome="failed", estimated=True)
+        )
+        sums = {each.group: each for each in await usage(other, "tenant")}
+        assert (sums["acme"].requests, sums["acme"].failed, sums["acme"].prompt_tokens) == (3, 1, 21)
+        assert (sums["é"].cache_hits, sums["é"].completion_tokens) == (1, 6)
+        assert sums["é"].saved_by_cache_usd == pytest.approx(9e-9)
+        assert [each.group for each in await usage(one, "version", tenant="acme")] == ["", "r/v1"]
+        hour_ago = time.time() - 3590
+        assert await usage(one, "tenant", since=hour_ago) == []
+        assert len(await usage(one, "tenant", since=hour_ago - 60)) == 2
+        assert await export(one, tmp_path / "rows.jsonl") == 4
+        rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+        assert [each["request"] for each in rows] == ["1", "1", "2", "3"]
+        assert rows[3]["confidence"] == 0.5
+        (tmp_path / "rows.jsonl").unlink()
+
+    both(places, check)
+
+
+def test_a_score_is_for_the_last_request_of_its_id_and_kept_once(places: Places) -> None:
+    async def check(one: Store, other: Store) -> None:
+        await settled(one, row("again", version="v1", release="r"))
+        await settled(other, row("again", version="v2", release="r", tenant="acme"))
+        with pytest.raises(NotFoundError):
+            await score(one, "other", "again", 1.0)
+        answered = await score(one, "acme", "again", 0.25)
+        assert (answered.release, answered.version) == ("r", "v2")
+        assert abs(answered.ended_at - (time.time() - 3600)) < 60
+        with pytest.raises(InvalidRequestError, match="its score already"):
+            await score(other, "acme", "again", 0.5)
+
+    both(places, check)
+
+
+def test_nobody_overwrites_a_releases_change_that_he_did_not_read(places: Places) -> None:
+    """Two gateways learn at the same time; each of their changes is in the end there, and in its order."""
+    where, turns = places(), 25
+
+    def add(before: bytes | None, now: float) -> tuple[bytes, Event | None]:
+        assert abs(now - time.time()) < 60
+        count = int(before or b"0") + 1
+        return str(count).encode(), Event("advanced", "v2", str(count))
+
+    async def learn() -> None:
+        async with where.opened() as store:
+            for _ in range(turns):
+                await store.change_release("a/b:c", add)
+
+    def broken(before: bytes | None, now: float) -> tuple[bytes, Event | None]:
+        raise ConfigError("it cannot be")
+
+    async def check() -> None:
+        async with where.opened() as store:
+            with pytest.raises(ConfigError, match="cannot be"):
+                await store.change_release("a/b:c", broken)
+            assert await store.release("a/b:c") == str(3 * turns).encode()
+            assert await store.release("other") is None
+            history = await store.history("a/b:c", 4)
+            assert [event.detail for event in history] == [str(3 * turns - n) for n in range(4)]
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: asyncio.run(learn()), range(3)))
+    asyncio.run(check())

@@ -138,8 +138,10 @@ class Quotas:
             if (limit := scope.limits.tokens_per_minute) is not None:
                 made.tokens_left = _tighter(made.tokens_left, limit, limit - used - made.tokens)
 
-    async def settle(self, reservation: Reservation, tokens: int, nano_usd: int, entry: Entry) -> None:
-        """Put what was used in the place of what was reserved, and append ``entry`` to the ledger.
+    async def settle(
+        self, reservation: Reservation, tokens: int, nano_usd: int, entries: Sequence[Entry]
+    ) -> None:
+        """Put what was used in the place of what was reserved, and append ``entries`` to the ledger.
 
         Raises StateError if that is not certain: it may be tried again, and until then the lease's end gives
         back what was reserved.
@@ -147,7 +149,7 @@ class Quotas:
         if reservation.settled:
             return
         self._live.discard(reservation.request)
-        await self._store.settle(reservation, tokens, nano_usd, entry)
+        await self._store.settle(reservation, tokens, nano_usd, entries)
 
     async def use(self, scope: str) -> Use:
         """What a scope uses now; zeros where no limit counts."""

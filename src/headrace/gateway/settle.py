@@ -63,7 +63,9 @@ async def _record(gateway: Gateway, context: RequestContext) -> None:
         **_routed(context),
     )
     _count(gateway, context, entry, charged)
-    await gateway.settlements.settle(Settlement(context.reservation, charged.total, context.nano_usd, entry))
+    await gateway.settlements.settle(
+        Settlement(context.reservation, charged.total, context.nano_usd, (entry,))
+    )
 
 
 def _count(gateway: Gateway, context: RequestContext, entry: Entry, charged: Usage) -> None:

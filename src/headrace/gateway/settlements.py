@@ -22,12 +22,12 @@ _LAST_TRIES_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What one request used."""
+    """What one request used. ``entries``: for the ledger, its own row the last."""
 
     reservation: Reservation
     tokens: int
     nano_usd: int
-    entry: Entry
+    entries: tuple[Entry, ...]
 
 
 class Settlements:
@@ -59,14 +59,14 @@ class Settlements:
             await self._try(one)
         except StateError as error:
             if not self._waiting:  # else it is known
-                self._log.error("settlements wait", request_id=one.entry.request, error=error.message)
+                self._log.error("settlements wait", request_id=one.entries[-1].request, error=error.message)
             self._waiting.append(one)
         except BaseException:
             self._waiting.append(one)
             raise
 
     async def _try(self, one: Settlement) -> None:
-        await self._quotas.settle(one.reservation, one.tokens, one.nano_usd, one.entry)
+        await self._quotas.settle(one.reservation, one.tokens, one.nano_usd, one.entries)
 
     async def keep_trying(self) -> None:
         """Try again what waits, for ever."""
@@ -95,4 +95,4 @@ class Settlements:
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError:
             for one in self._waiting:
-                self._log.error("settlement lost", entry=repr(one.entry))
+                self._log.error("settlement lost", entries=repr(one.entries))

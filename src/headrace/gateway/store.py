@@ -51,8 +51,11 @@ class Store(Protocol):
         For scopes that it is reserved for already, nothing happens.
         """
 
-    async def settle(self, reservation: Reservation, tokens: int, nano_usd: int, entry: Entry) -> None:
-        """Put what was used in the place of what was reserved, and append ``entry`` to the ledger.
+    async def settle(
+        self, reservation: Reservation, tokens: int, nano_usd: int, entries: Sequence[Entry]
+    ) -> None:
+        """Put what was used in the place of what was reserved, and append ``entries`` to the ledger. The last
+        one is the request's own.
 
         It may be called again after it has failed or was cancelled: it is done once, and what the lease's end
         gave back counts all the same. ``reservation.settled`` says that it is certainly done.

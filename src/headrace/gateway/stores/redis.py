@@ -172,8 +172,13 @@ class RedisStore:
         second, *counts = map(int, said[1:])
         return Held(second, counts[::2], counts[1::2])
 
-    async def settle(self, reservation: Reservation, tokens: int, nano_usd: int, entry: Entry) -> None:
+    async def settle(
+        self, reservation: Reservation, tokens: int, nano_usd: int, entries: Sequence[Entry]
+    ) -> None:
         local = time.time() if self._clock is None else self._clock()
+        rows = [
+            [max(local - entry.ended_at, 0.0), orjson.dumps(astuple(entry)[1:]).decode()] for entry in entries
+        ]
         known, self._known = self._known, []
         try:
             await self._run(
@@ -184,10 +189,9 @@ class RedisStore:
                 tokens,
                 nano_usd,
                 orjson.dumps(reservation.scopes),
-                max(local - entry.ended_at, 0.0),
-                orjson.dumps(astuple(entry)[1:]),
-                entry.tenant,
-                entry.request,
+                orjson.dumps(rows),
+                entries[-1].tenant,
+                entries[-1].request,
                 orjson.dumps(known),
             )
         except BaseException:

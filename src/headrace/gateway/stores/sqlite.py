@@ -109,10 +109,13 @@ class SqliteStore:
         with self._transaction() as db:
             return sqlite_quotas.hold(db, made, scopes, self._clock(), lease_s)
 
-    async def settle(self, reservation: Reservation, tokens: int, nano_usd: int, entry: Entry) -> None:
+    async def settle(
+        self, reservation: Reservation, tokens: int, nano_usd: int, entries: Sequence[Entry]
+    ) -> None:
         with self._transaction() as db:
             sqlite_quotas.settle(db, reservation, tokens, nano_usd)
-            append(db, entry)
+            for entry in entries:
+                append(db, entry)
         reservation.settled = True
 
     async def renew(self, requests: Sequence[str], lease_s: float) -> None:
