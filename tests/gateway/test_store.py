@@ -28,7 +28,7 @@ from headrace.gateway.store import Store
 from headrace.gateway.stores.tables import MIGRATIONS
 from tests.e2e.running import run
 from tests.gateway.conftest import Places
-from tests.gateway.redis_server import Place
+from tests.gateway.redis_server import Kind, Place, RunningRedis
 from tests.gateway.running import Upstreams, gateway
 
 LEDGER = (
@@ -95,19 +95,21 @@ async def opened(where: Place) -> None:
         pass
 
 
-def test_a_backup_of_a_running_gateway_is_whole_and_serves(
-    upstreams: Upstreams, places: Places, tmp_path: Path
+def test_a_backup_of_a_running_gateway_is_whole_and_fills_the_other_kind_of_store(
+    upstreams: Upstreams, kind: Kind, places: Places, redis_server: RunningRedis, tmp_path: Path
 ) -> None:
-    """Of either store it is a file that a gateway of its own can be started on."""
     _, url = upstreams.start()
     config = {
         "upstreams": {"one": {"url": url, "models": {"m": {}}}},
+        "releases": {"assistant": {"versions": {"v1": {"model": "m"}, "v2": {"model": "m"}}}},
         "tenants": {"acme": {"limits": {"tokens_per_day": 1_000_000}}},
     }
     with gateway(places().config | config, tmp_path) as made:
         headers = made.key("acme")
         revoked = made.key("acme")
         made.revoke_last()
+        promoted = run("gateway", "releases", "promote", str(made.file), "assistant", "--version", "v2")
+        assert promoted.returncode == 0
         before = sum(made.chat(headers).status_code == 200 for _ in range(5))
         stop = threading.Event()
 
@@ -128,17 +130,28 @@ def test_a_backup_of_a_running_gateway_is_whole_and_serves(
         nowhere = run("gateway", "backup", str(made.file), str(tmp_path / "none" / "copy"))
         assert nowhere.returncode == 1
         assert nowhere.stderr.count("\n") == 1
-    assert "gateway.sqlite" in done.stdout
     assert copy.stat().st_mode & 0o077 == 0
     assert not list(tmp_path.glob("*.part-*"))
-    restored = tmp_path / "restored"
-    (restored / "gateway-state").mkdir(parents=True)
-    copy.rename(restored / "gateway-state" / "gateway.sqlite")
-    with gateway(config, restored) as made:
+    (tmp_path / "restored").mkdir()
+    file = tmp_path / "restored" / "gateway.yaml"
+    other = {"store": redis_server.url()} if kind == "sqlite" else {}
+    file.write_text(json.dumps(config | other))
+    ended = run("gateway", "restore", str(file), str(file))
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), ended.stderr
+    assert "is no backup" in ended.stderr
+    ended = run("gateway", "restore", str(file), str(copy))
+    assert ended.returncode == 0, ended.stderr
+    assert "is not empty" in run("gateway", "restore", str(file), str(copy)).stderr
+    with gateway(config | other, tmp_path / "restored") as made:
         counted = made.usage()["acme"]
         assert counted["requests"] >= before
-        assert made.use("tenant:acme").tokens_today >= 6 * counted["requests"]
-        assert made.chat(headers).status_code == 200, "with the key of before"
+        assert f"{counted['requests']} rows" in ended.stdout
+        used = made.use("tenant:acme")
+        assert used.running == 0
+        assert 6 * before <= used.tokens_today <= 6 * counted["requests"]
+        answer = made.chat(headers, model="assistant")
+        assert answer.status_code == 200, "with the key of before"
+        assert answer.headers["x-headrace-version"] == "v2"
         assert made.chat(revoked).status_code == 401
 
 

@@ -29,6 +29,7 @@ app.command()(gateway_live.reload)
 app.command()(gateway_live.upstreams)
 app.add_typer(gateway_cache.app, name="cache")
 app.command()(gateway_backup.backup)
+app.command()(gateway_backup.restore)
 
 T = TypeVar("T")
 KeyId = Annotated[str, typer.Argument(metavar="KEY", help="The key's id, as keys list shows it.")]

@@ -1,4 +1,4 @@
-"""headrace gateway backup: a copy of the state of a gateway, which may be running."""
+"""headrace gateway backup and restore: a copy of the state of a gateway, which may be running, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ def backup(
     """Copy keys, quotas, releases and the ledger to FILE, a SQLite file; the cache is left out."""
     settings = read(config)
     size = with_store(settings, lambda store: store.back_up(to))
-    restored = f"put it in the place of {settings.state / 'gateway.sqlite'}"
-    if settings.store is not None:
-        restored += ", and take `store` out of the configuration"
-    print(f"{to}: {size} bytes; to restore, {restored}")
+    print(f"{to}: {size} bytes; `headrace gateway restore` fills an empty store with it")
+
+
+def restore(
+    config: Config,
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="What `headrace gateway backup` has made.")],
+) -> None:
+    """Fill the empty store of CONFIG with FILE: after a loss, or to move from a file to Redis or back."""
+    rows = with_store(read(config), lambda store: store.restore(source))
+    print(f"restored keys, quotas, releases and {rows} rows of the ledger")

@@ -110,6 +110,11 @@ class Store(Protocol):
         exists or cannot be written.
         """
 
+    async def restore(self, source: Path) -> int:
+        """Fill an empty store with such a file, of this version of headrace or an earlier one; how many rows
+        its ledger has. Raises ConfigError if the store is not empty, or the file is not whole.
+        """
+
 
 def store_of(config: GatewayConfig) -> Store:
     """The store that a configuration names, not open yet. Raises ConfigError for a secret that is missing."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.errors import ConfigError
+from headrace.gateway.stores.sqlite_quotas import expire
+from headrace.gateway.stores.tables import migrate
 
 if TYPE_CHECKING:
     from headrace.gateway.keys import Key
@@ -42,6 +44,30 @@ def new_file(to: Path, what: str) -> Iterator[sqlite3.Connection]:
         raise ConfigError(f"the state cannot be copied to {to}: {error}") from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def backed_up(source: Path) -> Iterator[sqlite3.Connection]:
+    """What a backup holds, as this version has it and with all leases ended; the file stays as it is.
+
+    Raises ConfigError if it cannot be read or is not whole.
+    """
+    if not source.is_file():
+        raise ConfigError(f"there is no file {source}")
+    try:
+        with (
+            contextlib.closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True)) as file,
+            contextlib.closing(sqlite3.connect("", isolation_level=None)) as copy,
+        ):
+            file.backup(copy)
+            [found] = copy.execute("PRAGMA integrity_check").fetchone()
+            if found != "ok":
+                raise ConfigError(f"{source} is damaged: {found}")
+            migrate(copy, str(source))
+            expire(copy, float("inf"))
+            yield copy
+    except sqlite3.Error as error:
+        raise ConfigError(f"{source} is no backup of a gateway's state: {error}") from None
 
 
 def copy_key(copy: sqlite3.Connection, key: Key, secret_hash: bytes) -> None:

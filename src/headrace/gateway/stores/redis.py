@@ -11,7 +11,7 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
@@ -24,7 +24,25 @@ from headrace.gateway.keys import Key
 from headrace.gateway.ledger import Answered, Entry, already_scored, append
 from headrace.gateway.quotas import NANO, Held, Measure, Refused, Reservation, Scope, Use, budget_of
 from headrace.gateway.releases.book import PastEvent
-from headrace.gateway.stores.copying import copy_feedback, copy_key, copy_quotas, copy_release, new_file
+from headrace.gateway.stores.copying import (
+    backed_up,
+    copy_feedback,
+    copy_key,
+    copy_quotas,
+    copy_release,
+    new_file,
+)
+from headrace.gateway.stores.redis_keys import (
+    FEEDBACK,
+    KEYS,
+    LEDGER,
+    SECRETS,
+    KeptKey,
+    history,
+    release,
+    row_of,
+)
+from headrace.gateway.stores.redis_restore import fill
 from headrace.gateway.stores.tables import migrate
 from headrace.web.ids import unique_id
 
@@ -42,16 +60,7 @@ _TIMEOUT_S = 1.0  # to connect, and to answer; each is tried twice
 _CONNECTIONS = 50
 _ALL = 2**31
 _PAGE = 500  # rows of the ledger in one answer
-_KEYS, _SECRETS, _LEDGER = "headrace:keys", "headrace:secrets", "headrace:ledger"
-_FEEDBACK = "headrace:feedback"
 _SCRIPTS = ("hold", "settle", "renew", "use", "score", "find_key", "quotas")
-
-
-class _KeptKey(msgspec.Struct):
-    """A key as it lies in the hash."""
-
-    key: Key
-    secret_hash: str  # in hexadecimal; where the key is found by it
 
 
 class RedisStore:
@@ -176,9 +185,7 @@ class RedisStore:
         self, reservation: Reservation, tokens: int, nano_usd: int, entries: Sequence[Entry]
     ) -> None:
         local = time.time() if self._clock is None else self._clock()
-        rows = [
-            [max(local - entry.ended_at, 0.0), orjson.dumps(astuple(entry)[1:]).decode()] for entry in entries
-        ]
+        rows = [[max(local - entry.ended_at, 0.0), row_of(entry).decode()] for entry in entries]
         known, self._known = self._known, []
         try:
             await self._run(
@@ -210,35 +217,35 @@ class RedisStore:
     async def add_key(self, key: Key, secret_hash: bytes) -> None:
         with self._stating():
             async with self.client.pipeline() as pipe:
-                pipe.hset(_KEYS, key.id, msgspec.json.encode(_KeptKey(key, secret_hash.hex())))
-                pipe.hset(_SECRETS, secret_hash.hex(), key.id)
+                pipe.hset(KEYS, key.id, msgspec.json.encode(KeptKey(key, secret_hash.hex())))
+                pipe.hset(SECRETS, secret_hash.hex(), key.id)
                 await pipe.execute()
 
     async def rotate_key(self, key_id: str, secret_hash: bytes, at: float) -> bool:
         return await self._change_key(
-            key_id, lambda kept: _KeptKey(replace(kept.key, rotated_at=at), secret_hash.hex())
+            key_id, lambda kept: KeptKey(replace(kept.key, rotated_at=at), secret_hash.hex())
         )
 
     async def revoke_key(self, key_id: str, at: float) -> bool:
         return await self._change_key(
-            key_id, lambda kept: _KeptKey(replace(kept.key, revoked_at=at), kept.secret_hash)
+            key_id, lambda kept: KeptKey(replace(kept.key, revoked_at=at), kept.secret_hash)
         )
 
-    async def _change_key(self, key_id: str, change: Callable[[_KeptKey], _KeptKey]) -> bool:
+    async def _change_key(self, key_id: str, change: Callable[[KeptKey], KeptKey]) -> bool:
         async def attempt(pipe: Pipeline) -> bool:
-            kept = _key(await pipe.hget(_KEYS, key_id))
+            kept = _key(await pipe.hget(KEYS, key_id))
             if kept is None or kept.key.revoked_at is not None:
                 await pipe.unwatch()
                 return False
             after = change(kept)
             pipe.multi()
-            pipe.hset(_KEYS, key_id, msgspec.json.encode(after))
-            pipe.hdel(_SECRETS, kept.secret_hash)
+            pipe.hset(KEYS, key_id, msgspec.json.encode(after))
+            pipe.hdel(SECRETS, kept.secret_hash)
             if after.key.revoked_at is None:
-                pipe.hset(_SECRETS, after.secret_hash, key_id)
+                pipe.hset(SECRETS, after.secret_hash, key_id)
             return True
 
-        return await self._swap(_KEYS, attempt)
+        return await self._swap(KEYS, attempt)
 
     async def find_key(self, secret_hash: bytes) -> Key | None:
         kept = _key(await self._run("find_key", secret_hash.hex()))
@@ -246,7 +253,7 @@ class RedisStore:
 
     async def all_keys(self) -> list[Key]:
         with self._stating():
-            found = await self.client.hvals(_KEYS)
+            found = await self.client.hvals(KEYS)
         keys = [kept.key for kept in map(_key, found) if kept is not None]
         return sorted(keys, key=lambda key: key.created_at)
 
@@ -266,7 +273,7 @@ class RedisStore:
         begin = f"{int(since * 1000)}-0" if since > 0 else "-"
         while True:
             with self._stating():
-                page = await self.client.xrange(_LEDGER, begin, "+", count=_PAGE)
+                page = await self.client.xrange(LEDGER, begin, "+", count=_PAGE)
             for row_id, fields in page:
                 yield row_id.decode(), _entry(fields[b"at"], fields[b"row"])
             if len(page) < _PAGE:
@@ -284,11 +291,11 @@ class RedisStore:
 
     async def release(self, name: str) -> bytes | None:
         with self._stating():
-            state: bytes | None = await self.client.get(f"headrace:release:{name}")
+            state: bytes | None = await self.client.get(release(name))
         return state
 
     async def change_release(self, name: str, change: Change) -> tuple[bytes, Event | None]:
-        key = f"headrace:release:{name}"
+        key = release(name)
 
         async def attempt(pipe: Pipeline) -> tuple[bytes, Event | None]:
             now = await self._now(pipe)
@@ -297,14 +304,14 @@ class RedisStore:
             pipe.set(key, state)
             if event is not None:
                 past = PastEvent(now, event.what, event.version, event.detail)
-                pipe.lpush(f"headrace:history:{name}", msgspec.json.encode(past))
+                pipe.lpush(history(name), msgspec.json.encode(past))
             return state, event
 
         return await self._swap(key, attempt)
 
     async def history(self, name: str, most: int) -> list[PastEvent]:
         with self._stating():
-            found = await self.client.lrange(f"headrace:history:{name}", 0, most - 1)
+            found = await self.client.lrange(history(name), 0, most - 1)
         return [msgspec.json.decode(event, type=PastEvent) for event in found]
 
     async def _swap(self, key: str, attempt: Callable[[Pipeline], Awaitable[T]]) -> T:
@@ -333,13 +340,20 @@ class RedisStore:
             copy.execute("COMMIT")
         return to.stat().st_size
 
+    async def restore(self, source: Path) -> int:
+        """Write what the file has, and leave out minutes that have passed."""
+        with backed_up(source) as copy, self._stating():
+            if await self.client.exists(KEYS, LEDGER):
+                raise ConfigError(f"{self.where} is not empty: name another database of it")
+            return await fill(self.client, copy, await self._now(self.client))
+
     async def _copy_rest(self, copy: sqlite3.Connection) -> None:
         with self._stating():
-            keys = await self.client.hvals(_KEYS)
-            feedback = await self.client.hgetall(_FEEDBACK)
-            states = [name async for name in self.client.scan_iter("headrace:release:*", count=_PAGE)]
+            keys = await self.client.hvals(KEYS)
+            feedback = await self.client.hgetall(FEEDBACK)
+            states = [name async for name in self.client.scan_iter(release("*"), count=_PAGE)]
             for key in states:
-                name = key.decode().removeprefix("headrace:release:")
+                name = key.decode().removeprefix(release(""))
                 state = await self.client.get(key)
                 copy_release(copy, name, state, reversed(await self.history(name, _ALL)))
         for kept in map(_key, keys):
@@ -364,8 +378,8 @@ def _limits_of(scope: Scope) -> dict[str, Any]:
     return {"name": scope.name, "period": limits.budget_period, **given}
 
 
-def _key(encoded: bytes | None) -> _KeptKey | None:
-    return None if encoded is None else msgspec.json.decode(encoded, type=_KeptKey)
+def _key(encoded: bytes | None) -> KeptKey | None:
+    return None if encoded is None else msgspec.json.decode(encoded, type=KeptKey)
 
 
 def _entry(ended_at: bytes, row: bytes) -> Entry:

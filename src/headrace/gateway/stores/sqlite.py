@@ -25,7 +25,7 @@ from headrace.gateway.ledger import Answered, Entry, already_scored, append
 from headrace.gateway.quotas import Held, Refused, Reservation, Scope, Use
 from headrace.gateway.releases.book import PastEvent
 from headrace.gateway.stores import sqlite_quotas
-from headrace.gateway.stores.copying import new_file
+from headrace.gateway.stores.copying import backed_up, new_file
 from headrace.gateway.stores.tables import migrate
 
 if TYPE_CHECKING:
@@ -208,6 +208,15 @@ class SqliteStore:
         with new_file(to, self.where) as copy:
             self.db.backup(copy)
         return to.stat().st_size
+
+    async def restore(self, source: Path) -> int:
+        """Copy the file's pages."""
+        with self._reading() as db, backed_up(source) as copy:
+            if any(db.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone() for table in ("keys", "ledger")):
+                raise ConfigError(f"{self.path} is not empty: move it away first")
+            copy.backup(db)
+            self._dirty.set()
+            return int(db.execute("SELECT COUNT(*) FROM ledger").fetchone()[0])
 
     def _keep_synced(self) -> None:
         log = Path(f"{self.path}-wal")

@@ -25,7 +25,7 @@ def hold(
     db: sqlite3.Connection, made: Reservation, scopes: Sequence[Scope], now: float, lease_s: float
 ) -> Held | Refused:
     """Reserve for all scopes, or say which one refuses; before that, what leases have ended is free."""
-    _expire(db, now)
+    expire(db, now)
     held = Held(made.second or int(now), [], [])
     for scope in scopes:
         refused = _check(db, scope, made, now, held)
@@ -39,6 +39,14 @@ def hold(
         if done.rowcount:
             _add_use(db, scope.name, held.second, made.tokens, made.nano_usd, requests=1)
     return held
+
+
+def expire(db: sqlite3.Connection, now: float) -> None:
+    """Free what leases that have ended held."""
+    for name, tokens, nano_usd, second in db.execute(
+        "DELETE FROM reservations WHERE expires_at <= ? RETURNING scope, tokens, nano_usd, second", (now,)
+    ).fetchall():
+        _add_use(db, name, second, -tokens, -nano_usd)
 
 
 def _check(db: sqlite3.Connection, scope: Scope, made: Reservation, now: float, held: Held) -> Refused | None:
@@ -115,13 +123,6 @@ def use(db: sqlite3.Connection, scope: str, now: float) -> Use:
         usd_today=_spent(db, scope, _COST_DAY, day) / NANO,
         usd_this_month=_spent(db, scope, _COST_MONTH, month) / NANO,
     )
-
-
-def _expire(db: sqlite3.Connection, now: float) -> None:
-    for name, tokens, nano_usd, second in db.execute(
-        "DELETE FROM reservations WHERE expires_at <= ? RETURNING scope, tokens, nano_usd, second", (now,)
-    ).fetchall():
-        _add_use(db, name, second, -tokens, -nano_usd)
 
 
 def _minute(db: sqlite3.Connection, scope: str, measure: str, now: float) -> list[tuple[int, int]]:
