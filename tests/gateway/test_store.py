@@ -24,6 +24,8 @@ from headrace.gateway.keys import Keys
 from headrace.gateway.ledger import Entry, score, usage
 from headrace.gateway.quotas import Quotas, Reservation
 from headrace.gateway.releases.state import Event
+from headrace.gateway.shaping.settings import Template
+from headrace.gateway.shaping.templates import Templates
 from headrace.gateway.store import Store
 from headrace.gateway.stores.tables import MIGRATIONS
 from tests.e2e.running import run
@@ -291,3 +293,30 @@ def test_nobody_overwrites_a_releases_change_that_he_did_not_read(places: Places
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda _: asyncio.run(learn()), range(3)))
     asyncio.run(check())
+
+
+def test_templates_are_the_same_to_all_gateways_and_are_copied(places: Places, tmp_path: Path) -> None:
+    """Each put is a version; one that says the same is none."""
+
+    async def check(one: Store, other: Store) -> None:
+        first, second = Template(text="Say {what}."), Template(text="Tell {what}.")
+        templates, others = Templates(one), Templates(other)
+        assert await templates.find("greet") is None
+        assert [await templates.put("greet", each) for each in (first, first, second)] == [1, 1, 2]
+        assert await others.put("a:b", first) == 1
+        assert [(each.name, each.version) for each in await others.all()] == [("a:b", 1), ("greet", 2)]
+        assert (await others.get("greet")).template == second
+        assert (await others.get("greet", 1)).template == first
+        assert abs((await others.get("greet")).created_at - time.time()) < 60
+        with pytest.raises(NotFoundError, match="there is: a:b, greet"):
+            await templates.get("greet", 3)
+        await one.back_up(tmp_path / "copy")
+        assert await others.remove("greet") == 2
+        assert await templates.find("greet") is None
+        async with Place(tmp_path / "restored").opened() as restored:
+            await restored.restore(tmp_path / "copy")
+            assert (await Templates(restored).get("greet", 1)).template == first
+            assert (await Templates(restored).get("greet")).version == 2
+        (tmp_path / "copy").unlink()
+
+    both(places, check)

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
-from headrace.cli import gateway_backup, gateway_cache, gateway_live, gateway_releases, gateway_route
+from headrace.cli import (
+    gateway_backup,
+    gateway_cache,
+    gateway_live,
+    gateway_releases,
+    gateway_route,
+    gateway_templates,
+)
 from headrace.cli.gateway_shared import AsJson, Config, date, read, table, with_store
 
 if TYPE_CHECKING:
@@ -28,6 +35,7 @@ app.add_typer(gateway_route.app, name="route")
 app.command()(gateway_live.reload)
 app.command()(gateway_live.upstreams)
 app.add_typer(gateway_cache.app, name="cache")
+app.add_typer(gateway_templates.app, name="templates")
 app.command()(gateway_backup.backup)
 app.command()(gateway_backup.restore)
 

@@ -122,6 +122,10 @@ class Tokenizer:
             self._bytes[token_id] = known
         return known
 
+    def token(self, token_id: int) -> str:
+        """A token as the vocabulary spells it; empty for an id without one."""
+        return self._backend.id_to_token(token_id) or ""
+
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it."""
         found: int | None = self._backend.token_to_id(token)

@@ -1,4 +1,4 @@
-"""Kept answers in a SQLite file of their own, within bounds of size and age; who waits for which of them.
+"""Kept answers in a SQLite file of their own, within bounds of size and age.
 
 The file is a cache: one that another version of headrace wrote is begun anew, and it may be deleted at any
 time. Several processes may have it open, so that what is cleared from outside is gone at once.
@@ -6,7 +6,6 @@ time. Several processes may have it open, so that what is cleared from outside i
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sqlite3
 import time
@@ -63,7 +62,6 @@ class AnswerCache:
         """Raises ConfigError if the file cannot be used."""
         self.configure(settings)
         self.path = folder / "cache.sqlite"
-        self._flights: dict[bytes, asyncio.Future[bool]] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.db = connect(self.path)
@@ -176,19 +174,6 @@ class AnswerCache:
 
     def _size(self) -> int:
         return int(self.db.execute("SELECT COALESCE(SUM(size), 0) FROM answers").fetchone()[0])
-
-    def flight(self, fingerprint: bytes) -> asyncio.Future[bool] | None:
-        """The same request under way; None, and the caller's is it from now on, if there was none."""
-        found = self._flights.get(fingerprint)
-        if found is None:
-            self._flights[fingerprint] = asyncio.get_running_loop().create_future()
-        return found
-
-    def land(self, fingerprint: bytes, *, kept: bool) -> None:
-        """The request is over; ``kept``: with an answer that others can have."""
-        flight = self._flights.pop(fingerprint, None)
-        if flight is not None and not flight.done():
-            flight.set_result(kept)
 
     def close(self) -> None:
         """Let go of the file."""

@@ -236,6 +236,10 @@ def _headers(context: RequestContext) -> dict[str, str]:
     out |= _choice(context)
     if context.version:
         out["x-headrace-version"] = context.version
+    if context.template:
+        out["x-headrace-template"] = context.template
+    if context.parts:
+        out |= _parts(context)
     if isinstance(context.answer, bytes):  # what a stream costs is known at its end: the ledger has it
         out["x-headrace-cost-usd"] = f"{context.nano_usd / NANO:.9f}"
     if context.reservation is not None:
@@ -258,6 +262,18 @@ def _choice(context: RequestContext) -> dict[str, str]:
     return out
 
 
+def _parts(context: RequestContext) -> dict[str, str]:
+    """What the parts of a document used; the answer's own usage is that of the merge."""
+    parts, plan = context.parts, context.split
+    return {
+        "x-headrace-document-plan": "" if plan is None else plan.name,
+        "x-headrace-parts": str(len(parts)),
+        "x-headrace-parts-prompt-tokens": str(sum(part.prompt_tokens for part in parts)),
+        "x-headrace-parts-completion-tokens": str(sum(part.completion_tokens for part in parts)),
+        "x-headrace-parts-cost-usd": f"{sum(part.nano_usd for part in parts) / NANO:.9f}",
+    }
+
+
 def _add_limit(out: dict[str, str], what: str, left: Remaining | None) -> None:
     if left is not None:
         out[f"x-ratelimit-limit-{what}"] = str(left.limit)
@@ -277,6 +293,8 @@ def _line(context: RequestContext) -> dict[str, Any]:
         "upstream": context.target.upstream.name if context.target is not None else None,
         "outcome": context.outcome,
         "cache": context.cache,
+        "template": context.template or None,
+        "parts": len(context.parts) or None,
         "prompt_tokens": usage.prompt if usage is not None else None,
         "completion_tokens": usage.completion if usage is not None else None,
         "cost_usd": context.nano_usd / NANO,

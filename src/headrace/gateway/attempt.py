@@ -32,6 +32,8 @@ async def attempt(gateway: Gateway, context: RequestContext, target: Target, wor
     stream = RelayedStream(gateway, context, target, work) if context.stream else None
     kind = target.upstream.kind
     asked = first_asked(kind, context, None if stream is None else stream.progress)
+    if context.prompt_ids is not None and kind.tokenizes:
+        asked = {**asked, "prompt": context.prompt_ids}
     body = kind.body(asked, target.name, context.route, most=context.output_tokens)
     await ask(gateway, context, target, body, partial(_read, gateway, context, target, stream))
 

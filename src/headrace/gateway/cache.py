@@ -2,16 +2,15 @@
 
 First the exact cache: the same request of the same tenant. Then, where it is wanted, the semantic one
 (:mod:`headrace.gateway.semantic`). Embeddings are looked up input by input (:mod:`headrace.gateway.vectors`).
-Identical requests at the same time are asked once: the others wait for that one's answer.
+Identical requests at the same time are asked once: the others follow that one
+(:mod:`headrace.gateway.shaping.flights`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import sqlite3
-import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from headrace.gateway.usage import Usage, told
 
 if TYPE_CHECKING:
     from headrace.gateway.answers import AnswerCache
-    from headrace.gateway.context import RequestContext
+    from headrace.gateway.context import RequestContext, Stream
     from headrace.gateway.gateway import Gateway
 
 HEADER = "x-headrace-cache"
@@ -54,13 +53,12 @@ async def look_up(gateway: Gateway, context: RequestContext) -> None:
             context.question = await semantic.look_up(context, version)
             if _answered_by_meaning(context) or _answered(cache, context, fingerprint):
                 return
-        if (flight := cache.flight(fingerprint)) is not None:
-            wait_s = max(context.deadline - time.monotonic(), 0.0)
-            done, _ = await asyncio.wait({flight}, timeout=wait_s)
+        if (flight := gateway.flights.find(fingerprint, stream=context.stream)) is not None:
             # Where that one failed, to queue up behind the next would be slower for all.
-            if not (done and flight.result() and _answered(cache, context, fingerprint)):
+            if not _followed(context, await flight.follow(context)):
                 context.question = None
             return
+        context.flight = gateway.flights.open(context, fingerprint)
     context.fingerprint = fingerprint
     if context.batch is not None and context.batch.kept:
         vectors.narrow(context, context.batch)
@@ -83,38 +81,37 @@ def complete(context: RequestContext) -> None:
 
 
 def keep(gateway: Gateway, context: RequestContext) -> None:
-    """The request is over: keep its answer, if it is a good one, and let go who waits for it. Never waits."""
+    """The request is over: keep its answer, if it is a good one; nobody follows it any more. Never waits."""
     cache, fingerprint = gateway.cache, context.fingerprint
     if cache is None or fingerprint is None:
         return
-    kept = False
     try:
         if context.recorded is not None and context.outcome == "ok":
             with contextlib.suppress(
                 sqlite3.Error, ValueError
             ):  # a full disk, say: the answer itself is good
-                kept = _store(gateway, cache, context, fingerprint, context.recorded)
+                _store(gateway, cache, context, fingerprint, context.recorded)
     finally:
-        cache.land(fingerprint, kept=kept)
+        if context.flight is not None:
+            gateway.flights.land(context.flight)
 
 
 def _store(
     gateway: Gateway, cache: AnswerCache, context: RequestContext, fingerprint: bytes, record: bytes
-) -> bool:
+) -> None:
     owner = (context.tenant, context.model)
     batch = context.batch
     if batch is not None:
         if not batch.fresh:
             batch.take(record, vectors.inputs_of(context.body))
         cache.put_all(batch.fresh, "embedding", *owner)
-        return True
+        return
     answer = replay.whole(record)
     if context.route != "embeddings" and not replay.ended_well(answer):
-        return False
+        return
     cache.put(fingerprint, record, "embedding" if context.route == "embeddings" else "answer", *owner)
     if gateway.semantic is not None and context.question is not None:
         gateway.semantic.learn(context.question, fingerprint, answer)
-    return True
 
 
 def _answered(cache: AnswerCache, context: RequestContext, fingerprint: bytes) -> bool:
@@ -131,6 +128,20 @@ def _answered(cache: AnswerCache, context: RequestContext, fingerprint: bytes) -
             return False
     context.cache = "hit"
     context.outcome = "ok"
+    return True
+
+
+def _followed(context: RequestContext, answer: bytes | Stream | None) -> bool:
+    """Fill in what an identical request got; False if it got nothing that this one can have."""
+    if isinstance(answer, bytes):
+        if not _replay(context, answer):
+            return False
+        context.outcome = "ok"
+    elif answer is None:
+        return False
+    else:
+        context.answer = answer  # its end tells usage and outcome
+    context.cache = "merged"
     return True
 
 

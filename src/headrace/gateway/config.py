@@ -15,6 +15,7 @@ from headrace.gateway.fields import Count, Name, Positive, Strict, Variable
 from headrace.gateway.intents.settings import Route
 from headrace.gateway.kinds import Capability
 from headrace.gateway.releases.settings import Release, Version
+from headrace.gateway.shaping.settings import Batching, DocumentPlan, Template, Tokenization
 from headrace.yaml_file import FieldError, read_yaml
 
 KindName = Literal[
@@ -223,7 +224,8 @@ class GatewayConfig(Strict):
 
     ``store``: a Redis that several gateways share, in the place of a file in ``state``, where the caches
     stay; its password is in the variable ``store_password_env``. ``classifier``: a file of `headrace gateway
-    route train`, which tells intents in place of the shipped one.
+    route train`, which tells intents in place of the shipped one. ``documents``: plans by name.
+    ``templates``: each becomes a new version of what is stored under its name, if it says something else.
     """
 
     upstreams: Annotated[dict[Name, UpstreamConfig], Field(min_length=1)]
@@ -250,6 +252,10 @@ class GatewayConfig(Strict):
     admission: Admission = Admission()
     cache: CacheSettings = CacheSettings()
     embeddings: EmbeddingsSettings | None = None
+    templates: dict[Name, Template] = Field(default_factory=dict)
+    documents: dict[Name, DocumentPlan] = Field(default_factory=dict)
+    batching: Batching | None = None
+    tokenization: Tokenization | None = None
 
     @field_validator("store")
     @classmethod
@@ -296,6 +302,7 @@ class GatewayConfig(Strict):
             raise FieldError(
                 "it needs embeddings: name their model as `embeddings: {model: …}`", "cache", "semantic"
             )
+        self._check_documents()
         self._check_model_limits(self.model_limits)
         for name, tenant in self.tenants.items():
             at = "tenants", name
@@ -316,6 +323,19 @@ class GatewayConfig(Strict):
                 raise FieldError(
                     f"{model} is a model that no upstream has", "routes", name, "candidates", model
                 )
+
+    def _check_documents(self) -> None:
+        known = self.models | self.aliases.keys() | self.releases.keys() | self.routes.keys()
+        owners: dict[str, str] = {}
+        for name, plan in self.documents.items():
+            at = "documents", name
+            if name == "off":
+                raise FieldError("`off` is what requests say to do without a plan", *at)
+            for model in sorted(plan.models):
+                if model not in known:
+                    raise FieldError(f"{model} is a model that no upstream has", *at, "models")
+                if owners.setdefault(model, name) != name:
+                    raise FieldError(f"{model} has the plan {owners[model]} already", *at, "models")
 
     def _check_models(self, who: str, limits: Limits, *at: str) -> None:
         known = self.models | self.aliases.keys() | self.releases.keys() | self.routes.keys()

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from headrace.gateway.ledger import CacheUse, Outcome
+from headrace.gateway.ledger import CacheUse, Entry, Outcome
 from headrace.gateway.usage import Usage
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from headrace.gateway.quotas import Reservation, Scope
     from headrace.gateway.resume import How
     from headrace.gateway.semantic import Question
+    from headrace.gateway.shaping.documents import Split
+    from headrace.gateway.shaping.flights import Flight
     from headrace.gateway.upstream import Target
     from headrace.gateway.vectors import Batch
 
@@ -64,8 +66,11 @@ class RequestContext:
     stream: bool = False
     wants_usage: bool = False  # the client asked for the usage of its stream
     choices: int = 1  # that are asked for
-    prompt_tokens: int = 0  # estimated
+    template: str = ""  # that the prompt was made of, as name@version
+    prompt_tokens: int = 0  # estimated, or counted by the upstream's tokenizer
+    prompt_ids: list[int] | None = None  # which that told, where the upstream is to be asked by them
     output_tokens: int = 0  # at most, or the default where the request says nothing
+    split: Split | None = None  # of a document that is to be read in parts: both numbers are of all of it
     prompt_key: bytes = b""  # the prompt as bytes whose beginnings are equal where prompts begin alike
 
     # reserve, admit
@@ -78,6 +83,8 @@ class RequestContext:
     batch: Batch | None = None  # inputs of embeddings, and what is known of them
     question: Question | None = None  # to be kept for others that mean the same
     fingerprint: bytes | None = None  # to be stored under
+    flight: Flight | None = None  # the computation that this request leads, and others may follow
+    handed_over: bool = False  # its client has gone, and the computation goes on for others
     recorded: bytes | None = None  # the upstream's answer, whole and good, for the cache
 
     # route
@@ -92,6 +99,12 @@ class RequestContext:
     usage: Usage | None = None
     answer: bytes | Stream | None = None
 
+    # read_parts, of a document
+    whole: RequestContext | None = None  # the request that this one is a part of
+    part: int = 0  # which
+    reading: list[RequestContext] = field(default_factory=list)  # parts under way
+    parts: list[Entry] = field(default_factory=list)  # what those of this request used, as they end
+
     # settle
     nano_usd: int = 0
     outcome: Outcome = "failed"
@@ -105,6 +118,8 @@ class RequestContext:
     def cut_short(self) -> None:
         """The gateway ends: whatever is waited for counts as late, so that the client is told."""
         self.deadline = time.monotonic()
+        for part in self.reading:
+            part.cut_short()
         if self.patience is not None:
             with contextlib.suppress(RuntimeError):  # it has ended already
                 self.patience.reschedule(asyncio.get_running_loop().time())

@@ -23,6 +23,10 @@ from headrace.gateway.relay import RetryBudget
 from headrace.gateway.releases.controller import Releases
 from headrace.gateway.semantic import SemanticCache
 from headrace.gateway.settlements import Settlements
+from headrace.gateway.shaping.flights import Flights
+from headrace.gateway.shaping.gather import Batches
+from headrace.gateway.shaping.templates import Templates
+from headrace.gateway.shaping.tokens import TokenCounts
 from headrace.gateway.store import store_of
 from headrace.gateway.upstream import Target, Upstream, targets_of
 from headrace.observe.logs import logger
@@ -53,6 +57,7 @@ class Gateway:
         self.path = path
         self.log: FilteringBoundLogger = log or logger()
         self.phase: Phase = "ok"
+        self.reloading = asyncio.Lock()
         self.upstreams = {
             name: Upstream(name, settings, config.health) for name, settings in config.upstreams.items()
         }
@@ -63,6 +68,10 @@ class Gateway:
         self.quotas = Quotas(self.store)
         self.settlements = Settlements(self.quotas, self.log)
         self.cache = AnswerCache(config.state, config.cache) if config.cache.enabled else None
+        self.templates = Templates(self.store)
+        self.flights = Flights()
+        self.batches = Batches(self)
+        self.token_counts = TokenCounts(self)
         self.routes = policies(config)
         self.live: set[RequestContext] = set()
         self.admissions = Admissions(config.admission)
@@ -86,6 +95,7 @@ class Gateway:
         try:
             await self.store.open()
             self.releases.configure(self.config.releases, await self.releases.read(self.config.releases))
+            await self.templates.declare(self.config)
         except BaseException:
             await self._close_state()
             raise
@@ -104,6 +114,8 @@ class Gateway:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.flights.aclose()
+        await self.batches.aclose()
         await _close(self.semantic, self.embedder)
         await self.session.close()
         await self.settlements.aclose()
@@ -127,13 +139,13 @@ class Gateway:
         if config.cache.enabled != self.config.cache.enabled:
             raise ConfigError("`cache.enabled` cannot change while the gateway runs: restart it for that")
         found = await self.releases.read(config.releases)
-        # from here on nothing is waited for: requests see one configuration or the other
         routes = policies(config)
         fresh = {name: Upstream(name, at, config.health) for name, at in config.upstreams.items()}
         old, new = (self.embedder, self.semantic), (self.embedder, self.semantic)
         if (config.embeddings, config.cache) != (self.config.embeddings, self.config.cache):
             new = self._embedding(config)
-        # from here on nothing can fail
+        await self.templates.declare(config)
+        # from here on nothing can fail, or is waited for: requests see one configuration or the other
         self.releases.configure(config.releases, found)
         self.routes = routes
         before, grows = self.upstreams, self._most_connections(fresh) > self._most_connections(self.upstreams)

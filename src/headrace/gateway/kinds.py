@@ -25,6 +25,7 @@ class Kind:
     that it cannot honour. ``tells_tokens``: it continues answers from their tokens (``resumable`` and
     ``resume``, as ours do). ``continues``: what it continues from the text so far: completions, or chats too
     (by ``continue_final_message``). ``any_name``: it has one model, whatever name that is asked by.
+    ``tokenizes``: it has ``/tokenize`` for prompts and chats, as vLLM does, and takes token ids as a prompt.
     """
 
     probe: str
@@ -35,6 +36,7 @@ class Kind:
     tells_tokens: bool = False
     continues: Literal["nothing", "completions", "chats"] = "completions"
     any_name: bool = False
+    tokenizes: bool = False
 
     def headers(self, key: str | None) -> dict[str, str]:
         """How it wants to be told its API key."""
@@ -102,8 +104,8 @@ _MAX_TOKENS = (("max_completion_tokens", "max_tokens"),)  # where only the older
 KINDS: dict[str, Kind] = {
     # Anything else that speaks OpenAI's API. It need not have a health route.
     "compatible": Kind(probe="models"),
-    "headrace": Kind(probe="/health/readiness", tells_tokens=True, continues="chats"),
-    "vllm": Kind(probe="/health", continues="chats"),
+    "headrace": Kind(probe="/health/readiness", tells_tokens=True, continues="chats", tokenizes=True),
+    "vllm": Kind(probe="/health", continues="chats", tokenizes=True),
     "sglang": Kind(probe="/health", continues="chats"),
     # 503 while it loads its model, in /health as in every route. A last message of the assistant's is
     # continued, by later versions if they are told so.

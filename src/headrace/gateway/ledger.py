@@ -1,4 +1,7 @@
-"""The ledger: one row for every request that was let in, written with its settlement, never changed."""
+"""The ledger: one row for every request that was let in, written with its settlement, never changed.
+
+Of a document that was read in parts, there is one more for each part.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ if TYPE_CHECKING:
     from headrace.gateway.store import Store
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
-CacheUse = Literal["hit", "semantic-hit", "partial-hit", "miss", "off"]
-FREE: frozenset[CacheUse] = frozenset({"hit", "semantic-hit"})
-"""Answers that cost nothing. Of a partial hit, what was asked costs."""
+CacheUse = Literal["hit", "semantic-hit", "merged", "partial-hit", "miss", "off"]
+FREE: frozenset[CacheUse] = frozenset({"hit", "semantic-hit", "merged"})
+"""Answers that cost nothing: kept ones, and those that an identical request got at the same time and pays
+for. Of a partial hit, what was asked costs.
+"""
 By = Literal["tenant", "app", "key", "model", "upstream", "version", "route", "intent", "day"]
 
 
@@ -28,6 +33,9 @@ class Entry:
     ``routed``: the route that was asked for, if it was one; ``reason``: why the model was chosen; ``intent``:
     what the request was taken for. ``baseline_nano_usd``: what the same tokens would have cost without the
     cache and at the route's large model.
+
+    A document that was read in parts has a row for each, under the request's id: ``part`` counts them from 1
+    on. It is 0 in the row of the request itself, which is that of their merge.
     """
 
     ended_at: float
@@ -54,6 +62,12 @@ class Entry:
     confidence: float | None = None
     reason: str = ""
     baseline_nano_usd: int = 0
+    part: int = 0
+
+    @property
+    def charged_tokens(self) -> int:
+        """What counts in quotas."""
+        return 0 if self.cache in FREE else self.prompt_tokens + self.completion_tokens
 
 
 _FREE = ", ".join(f"'{use}'" for use in sorted(FREE))
@@ -140,7 +154,8 @@ async def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None 
     try:
         async with store.ledger(since) as db:
             rows = db.execute(
-                f"""SELECT {column}, COUNT(*), SUM(outcome = 'failed'), SUM({answered}), SUM(prompt_tokens),
+                f"""SELECT {column}, SUM(part = 0), SUM(outcome = 'failed' AND part = 0),
+                    SUM({answered} AND part = 0), SUM(prompt_tokens),
                     SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0,
                     SUM({baseline}) / {NANO}.0, SUM(({baseline} - nano_usd) * ({answered})) / {NANO}.0,
                     SUM(({baseline} - nano_usd) * NOT ({answered})) / {NANO}.0

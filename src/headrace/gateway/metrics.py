@@ -41,6 +41,9 @@ class Metrics:
             "Fresh answers that are being compared and kept.",
             registry=self.registry,
         )
+        self.batches = counter("batches", "Requests for embeddings that were made of several.")
+        self.batched = counter("batched_requests", "Those that they were made of.")
+        self.token_counts = counter("token_counts", "Prompts to be counted by a tokenizer.", "result")
         self.refusals = counter("refusals", "Requests answered with an error.", "status")
         self.failures = counter("upstream_failures", "Attempts that failed.", "upstream", "reason")
         self.retries = counter("retries", "Attempts after the first one.")

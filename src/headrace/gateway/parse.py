@@ -10,6 +10,8 @@ import orjson
 from headrace.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, NotAllowedError
 from headrace.gateway.intents.policy import Choice
 from headrace.gateway.quotas import Scope
+from headrace.gateway.shaping.documents import split
+from headrace.gateway.shaping.templates import fill
 from headrace.gateway.usage import prompt_estimate
 
 if TYPE_CHECKING:
@@ -41,11 +43,16 @@ async def parse(gateway: Gateway, context: RequestContext) -> None:
     _model(gateway, context, asked)
     context.priority = _priority(gateway, context)
     name = _INPUTS[context.route]
+    if context.route != "embeddings" and isinstance(body.get("prompt"), dict):
+        chat, most = context.route == "chat/completions", gateway.config.max_body_mib * 2**20
+        context.template = await fill(
+            gateway.templates, body, chat=chat, tenant=context.tenant, most_bytes=most
+        )
     if not isinstance(body.get(name), list if name == "messages" else (str, list)) or not body[name]:
         kinds = "a list of messages" if name == "messages" else "a string or a list"
         raise InvalidRequestError(f"`{name}`: {kinds} is needed, and it must not be empty", param=name)
     context.prompt_tokens = prompt_estimate(body)
-    context.prompt_key = _prompt_key(body, name)
+    context.prompt_key = prompt_key(body, name)
     if context.route == "embeddings":
         _check_limits(context, 0, 0)
         return
@@ -57,7 +64,14 @@ async def parse(gateway: Gateway, context: RequestContext) -> None:
         raise InvalidRequestError("`stream_options`: an object", param="stream_options")
     context.stream = bool(stream)
     context.wants_usage = bool((options or {}).get("include_usage"))
+    await gateway.token_counts.count(context)
+    context.split = split(gateway, context, asked)
+    if context.split is not None:
+        context.prompt_tokens = context.split.longest  # what limits of a context hold for
     read_output(gateway, context)
+    if context.split is not None:
+        context.prompt_tokens = context.split.prompt_tokens
+        context.output_tokens += context.split.output_tokens
 
 
 def _model(gateway: Gateway, context: RequestContext, asked: str) -> None:
@@ -203,6 +217,6 @@ def _count(body: dict[str, Any], name: str, most: int) -> int | None:
     return value
 
 
-def _prompt_key(body: dict[str, Any], name: str) -> bytes:
+def prompt_key(body: dict[str, Any], name: str) -> bytes:
     """Tools first, as templates have them; without the last brackets a longer chat begins with a shorter."""
     return orjson.dumps([body.get("tools"), body[name]])[:-2]

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 from headrace.errors import HeadraceError
 from headrace.gateway.admit import admit
 from headrace.gateway.authenticate import authenticate
-from headrace.gateway.cache import complete, look_up
-from headrace.gateway.decide import decide
+from headrace.gateway.fetch import fetch
 from headrace.gateway.parse import parse
-from headrace.gateway.relay import relay
 from headrace.gateway.reserve import reserve
-from headrace.gateway.route import route
 from headrace.gateway.settle import settle
+from headrace.gateway.shaping.parts import read_parts
 
 if TYPE_CHECKING:
     from headrace.gateway.context import RequestContext
@@ -28,12 +26,8 @@ async def answer(gateway: Gateway, context: RequestContext) -> None:
         await parse(gateway, context)
         await reserve(gateway, context)
         await admit(gateway, context)
-        await look_up(gateway, context)
-        if context.answer is None:
-            await decide(gateway, context)
-            await route(gateway, context)
-            await relay(gateway, context)  # balance chooses for each of its attempts
-            complete(context)
+        await read_parts(gateway, context)  # of a document that is too long for one request
+        await fetch(gateway, context)
         if isinstance(context.answer, bytes):  # of a stream, only its end tells
             context.outcome = "ok"
             await settle(gateway, context)
@@ -46,7 +40,9 @@ async def answer(gateway: Gateway, context: RequestContext) -> None:
 
 
 async def finish(gateway: Gateway, context: RequestContext) -> None:
-    """End what the request has begun, and settle it."""
+    """End what the request has begun, and settle it; neither, while it goes on for others."""
+    if context.handed_over:
+        return
     try:
         if context.answer is not None and not isinstance(context.answer, bytes):
             await context.answer.aclose()

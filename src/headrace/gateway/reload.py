@@ -19,7 +19,8 @@ async def reload(gateway: Gateway) -> None:
     if gateway.path is None:
         raise ConfigError("this gateway was not started from a file, so there is nothing to read again")
     try:
-        await gateway.reload(await asyncio.to_thread(read_config, gateway.path))
+        async with gateway.reloading:
+            await gateway.reload(await asyncio.to_thread(read_config, gateway.path))
     except (ConfigError, StateError) as error:
         gateway.log.error("configuration refused; the one before stays", error=error.message)
         raise

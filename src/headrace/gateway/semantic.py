@@ -107,7 +107,7 @@ class SemanticCache:
     def wants(self, context: RequestContext, wish: str) -> bool:
         """Whether the request may be answered by meaning: a chat that ends in one text, for one answer."""
         asked = wish == "semantic" or (self.settings.by_default and wish in ("", "on"))
-        if not asked or context.route != "chat/completions" or context.choices != 1:
+        if not asked or context.part or context.route != "chat/completions" or context.choices != 1:
             return False
         last = context.body["messages"][-1]
         if not isinstance(last, dict) or last.get("role") != "user" or last.keys() - {"role", "content"}:

@@ -19,12 +19,20 @@ if TYPE_CHECKING:
 async def settle(gateway: Gateway, context: RequestContext) -> None:
     """Settle once, however often it is called. Only the store is waited for; what is cancelled meanwhile is
     written later (:mod:`headrace.gateway.settlements`).
+
+    A request whose computation goes on for others is settled when that ends. A part of a document is settled
+    with its request, which is told of it here.
     """
-    if context.settled:
+    if context.settled or context.handed_over:
         return
     context.settled = True
     try:
-        if context.reservation is not None:
+        if context.whole is not None:
+            entry = _entry(gateway, context)
+            context.nano_usd = entry.nano_usd
+            context.whole.parts.append(entry)
+            _count_tokens(gateway, entry)
+        elif context.reservation is not None:
             await _record(gateway, context)
     finally:
         gateway.releases.note(context)
@@ -35,11 +43,39 @@ async def settle(gateway: Gateway, context: RequestContext) -> None:
 
 async def _record(gateway: Gateway, context: RequestContext) -> None:
     assert context.reservation is not None
+    entry = _entry(gateway, context)
+    rows = [*context.parts, entry]
+    tokens = sum(row.charged_tokens for row in rows)
+    context.nano_usd = sum(row.nano_usd for row in rows)
+
+    metrics = gateway.metrics
+    metrics.requests.labels(context.tenant, context.model, context.outcome).inc()
+    if context.release:
+        metrics.release_requests.labels(context.release, context.version, context.outcome).inc()
+    metrics.seconds.labels(context.model).observe(entry.duration_ms / 1000)
+    metrics.cache.labels(context.cache).inc()
+    _count_tokens(gateway, entry)
+    if context.choice is not None and context.choice.model:
+        name, judgement = context.choice.policy.name, context.choice.judgement
+        metrics.routed.labels(name, entry.intent, context.choice.model, entry.reason).inc()
+        if judgement is not None and judgement.seen == "features":
+            metrics.no_embedding.labels(name).inc()
+    await gateway.settlements.settle(Settlement(context.reservation, tokens, context.nano_usd, tuple(rows)))
+
+
+def _count_tokens(gateway: Gateway, entry: Entry) -> None:
+    metrics, names, free = gateway.metrics, (entry.tenant, entry.model), entry.cache in FREE
+    metrics.tokens.labels(*names, "prompt").inc(0 if free else entry.prompt_tokens)
+    metrics.tokens.labels(*names, "completion").inc(0 if free else entry.completion_tokens)
+    metrics.cost.labels(*names).inc(entry.nano_usd / 1e9)
+    metrics.baseline.labels(*names, "cache" if free else "upstream").inc(entry.baseline_nano_usd / 1e9)
+
+
+def _entry(gateway: Gateway, context: RequestContext) -> Entry:
+    """The request's row, or that of the part that it is."""
     usage = context.usage or Usage()
     charged = usage if context.cache not in FREE else Usage()
-    if context.target is not None:
-        context.nano_usd = cost(context.target.served.price, charged)
-    entry = Entry(
+    return Entry(
         ended_at=time.time(),
         request=context.id,
         tenant=context.tenant,
@@ -53,38 +89,16 @@ async def _record(gateway: Gateway, context: RequestContext) -> None:
         cached_tokens=usage.cached,
         completion_tokens=usage.completion,
         estimated=usage.estimated,
-        nano_usd=context.nano_usd,
+        nano_usd=0 if context.target is None else cost(context.target.served.price, charged),
         resumed=context.resumed or "",
         duration_ms=round((time.monotonic() - context.began) * 1000),
         app=context.app,
         release=context.release,
         version=context.version,
         baseline_nano_usd=_baseline(gateway, context, usage),
+        part=context.part,
         **_routed(context),
     )
-    _count(gateway, context, entry, charged)
-    await gateway.settlements.settle(
-        Settlement(context.reservation, charged.total, context.nano_usd, (entry,))
-    )
-
-
-def _count(gateway: Gateway, context: RequestContext, entry: Entry, charged: Usage) -> None:
-    metrics, names = gateway.metrics, (context.tenant, context.model)
-    metrics.requests.labels(*names, context.outcome).inc()
-    if context.release:
-        metrics.release_requests.labels(context.release, context.version, context.outcome).inc()
-    metrics.seconds.labels(context.model).observe(entry.duration_ms / 1000)
-    metrics.cache.labels(context.cache).inc()
-    metrics.tokens.labels(*names, "prompt").inc(charged.prompt)
-    metrics.tokens.labels(*names, "completion").inc(charged.completion)
-    metrics.cost.labels(*names).inc(context.nano_usd / 1e9)
-    answered = "cache" if context.cache in FREE else "upstream"
-    metrics.baseline.labels(*names, answered).inc(entry.baseline_nano_usd / 1e9)
-    if context.choice is not None and context.choice.model:
-        name, judgement = context.choice.policy.name, context.choice.judgement
-        metrics.routed.labels(name, entry.intent, context.choice.model, entry.reason).inc()
-        if judgement is not None and judgement.seen == "features":
-            metrics.no_embedding.labels(name).inc()
 
 
 def _baseline(gateway: Gateway, context: RequestContext, usage: Usage) -> int:

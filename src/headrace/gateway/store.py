@@ -1,4 +1,4 @@
-"""What a gateway may not forget: keys, quotas, the ledger, releases. One protocol, which two stores keep.
+"""What a gateway may not forget: keys, quotas, ledger, releases, templates. Two stores keep one protocol.
 
 SQLite (:mod:`~headrace.gateway.stores.sqlite`) is one gateway's own file; Redis
 (:mod:`~headrace.gateway.stores.redis`) is shared by several. Nothing outside of ``stores`` knows which it is.
@@ -26,6 +26,9 @@ Change = Callable[["bytes | None", float], "tuple[bytes, Event | None]"]
 """Makes a release's next state of what it was (None: nothing ever happened) and the time, and says what its
 history is to say. It may be called again, if another was quicker; what it raises changes nothing.
 """
+
+TemplateRow = tuple[str, int, float, str]
+"""A version of a template: its name, number, when it was put, and what it says."""
 
 
 class Store(Protocol):
@@ -102,6 +105,19 @@ class Store(Protocol):
 
     async def history(self, name: str, most: int) -> list[PastEvent]:
         """What happened to a release, the last first."""
+
+    # templates
+    async def put_template(self, name: str, content: str, same: Callable[[str], bool]) -> int:
+        """The version that ``content`` is from now on: a new one, unless the last one's is the ``same``."""
+
+    async def template(self, name: str, version: int | None) -> TemplateRow | None:
+        """That version, or the last one; None if there is none."""
+
+    async def all_templates(self) -> list[TemplateRow]:
+        """The last version of each, by name."""
+
+    async def remove_template(self, name: str) -> int:
+        """Forget all versions; how many there were."""
 
     async def back_up(self, to: Path) -> int:
         """Write all of it to a SQLite file that a gateway can be started on; how many bytes that are.

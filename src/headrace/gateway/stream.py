@@ -42,7 +42,7 @@ class RelayedStream:
         self._work = work
         self._response: aiohttp.ClientResponse | None = None
         self._filter = EventFilter(
-            wants_usage=context.wants_usage,
+            wants_usage=context.wants_usage or context.flight is not None,  # who shares it may want it
             records=context.fingerprint is not None,
             progress=self.progress,
             translate=target.upstream.kind.translation(),

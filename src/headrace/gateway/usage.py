@@ -7,9 +7,8 @@ from typing import Any
 
 from headrace.gateway.config import Price
 
-_BYTES_PER_TOKEN = (
-    3  # English has about 4 with today's vocabularies: what is reserved shall rather be too much
-)
+BYTES_PER_TOKEN = 3
+"""English has about 4 with today's vocabularies: what is reserved shall rather be too much."""
 _PER_MESSAGE = 8  # role and marks of a chat template
 
 
@@ -72,7 +71,7 @@ def prompt_estimate(body: dict[str, Any]) -> int:
             waiting += part
         elif part is not None:
             tokens += 1  # a token's id, or a number of a schema
-    return tokens + -(-size // _BYTES_PER_TOKEN)
+    return tokens + -(-size // BYTES_PER_TOKEN)
 
 
 def cost(price: Price, usage: Usage) -> int:

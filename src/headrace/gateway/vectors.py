@@ -101,9 +101,25 @@ def inputs_of(body: Mapping[str, Any]) -> list[Any]:
     return [asked] if isinstance(asked, str) or isinstance(asked[0], int) else asked
 
 
+def tokens_by_input(usage: object, inputs: Sequence[str | list[int]]) -> list[int]:
+    """The tokens of each input; together they are those that ``usage`` tells.
+
+    Ours tell them one by one (``prompt_tokens_by_input``). Else they are divided by the inputs' lengths.
+    """
+    total = (told(usage) or Usage()).prompt
+    each = usage.get("prompt_tokens_by_input") if isinstance(usage, dict) else None
+    if isinstance(each, list) and len(each) == len(inputs):
+        counts = [count for count in each if type(count) is int and count >= 0]
+        if len(counts) == len(inputs) and sum(counts) == total:
+            return counts
+    ends = np.cumsum([0, *map(len, inputs)])
+    ends = ends * total // max(int(ends[-1]), 1)
+    return [int(count) for count in np.diff(ends)]
+
+
 def _read(answer: bytes, inputs: Sequence[str | list[int]]) -> list[bytes]:
-    """An upstream's answer as records to be kept, one for each of ``inputs``, among which the tokens that it
-    tells for all of them are divided by their lengths. Raises ValueError if it is no such answer.
+    """An upstream's answer as records to be kept, one for each of ``inputs``. Raises ValueError if it is no
+    such answer.
     """
     try:
         whole = orjson.loads(answer)
@@ -113,12 +129,9 @@ def _read(answer: bytes, inputs: Sequence[str | list[int]]) -> list[bytes]:
         raise ValueError(f"no embeddings came: {error!r}") from None
     if [item["index"] for item in items] != list(range(len(inputs))):
         raise ValueError(f"{len(inputs)} embeddings were asked for, and others came")
-    tokens = (told(whole.get("usage")) or Usage()).prompt
-    ends = np.cumsum([0, *map(len, inputs)])
-    ends = ends * tokens // max(int(ends[-1]), 1)
     return [
-        _TOKENS.pack(min(int(count), 2**32 - 1)) + vector.astype("<f4").tobytes()
-        for count, vector in zip(np.diff(ends), vectors, strict=True)
+        _TOKENS.pack(min(count, 2**32 - 1)) + vector.astype("<f4").tobytes()
+        for count, vector in zip(tokens_by_input(whole.get("usage"), inputs), vectors, strict=True)
     ]
 
 

@@ -18,6 +18,7 @@ from headrace.server.responses import Health, ModelCard, ModelList, encode
 from headrace.server.resume_routes import ResumeRoutes
 from headrace.server.routes import GenerationRoutes
 from headrace.server.state import ServerSettings, ServerState
+from headrace.server.tokenize import TokenizeRoutes
 from headrace.web.errors import error_response
 
 if TYPE_CHECKING:
@@ -45,11 +46,14 @@ def build_app(state: ServerState) -> FastAPI:
     routes = GenerationRoutes(state)
     embeddings = EmbeddingRoutes(state)
     resume = ResumeRoutes(state)
+    tokenize = TokenizeRoutes(state)
     plain = _PlainRoutes(state)
     for path, method, handler in (
         ("/v1/chat/completions", "POST", routes.chat),
         ("/v1/completions", "POST", routes.completions),
         ("/v1/embeddings", "POST", embeddings.embeddings),
+        ("/tokenize", "POST", tokenize.tokenize),
+        ("/detokenize", "POST", tokenize.detokenize),
         ("/v1/requests/{name}", "GET", resume.resume),
         ("/v1/requests/{name}", "DELETE", resume.end),
         ("/v1/models", "GET", plain.models),

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from headrace.server import requests, responses
+from headrace.server import requests, responses, tokenize
+from headrace.server.middleware import GUARDED
 from headrace.web.errors import ErrorBody
 
 _REF = "#/components/schemas/{name}"
@@ -15,11 +16,15 @@ _BODIES: dict[str, type] = {
     "/v1/chat/completions": requests.ChatCompletionRequest,
     "/v1/completions": requests.CompletionRequest,
     "/v1/embeddings": requests.EmbeddingRequest,
+    "/tokenize": tokenize.TokenizeRequest,
+    "/detokenize": tokenize.DetokenizeRequest,
 }
 _ANSWERS: dict[str, type] = {
     "/v1/chat/completions": responses.ChatCompletion,
     "/v1/completions": responses.Completion,
     "/v1/embeddings": responses.EmbeddingList,
+    "/tokenize": tokenize.Tokens,
+    "/detokenize": tokenize.Detokenized,
     "/v1/models": responses.ModelList,
     "/v1/models/{name:path}": responses.ModelCard,
     "/health": responses.Health,
@@ -91,7 +96,7 @@ def operation(path: str, method: str, *, authenticated: bool) -> dict[str, Any]:
             "description": _REFUSALS[status],
             "content": {"application/json": {"schema": _ref(ErrorBody)}},
         }
-    if authenticated and path.startswith("/v1/"):
+    if authenticated and path.startswith(GUARDED):
         out["security"] = [{"apiKey": []}]
     return out
 

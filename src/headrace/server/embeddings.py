@@ -64,12 +64,13 @@ class EmbeddingRoutes:
         async def work() -> bytes:
             limit = request.truncate_prompt_tokens
             ids = await off_loop(lambda: _encode(frontend, texts, limit), size)
-            call.prompt_tokens = sum(map(len, ids))
+            tokens = [len(each) for each in ids]
+            call.prompt_tokens = sum(tokens)
             outputs = await frontend.embed(ids, request_id=request_id, sender=sender, timeout_s=timeout_s)
             call.outputs = outputs
             name = request.model or state.names[0]
             return await off_loop(
-                lambda: _answer(frontend, request, outputs, name, call.prompt_tokens),
+                lambda: _answer(frontend, request, outputs, name, tokens),
                 len(outputs) * _BYTES_A_VECTOR,
             )
 
@@ -127,7 +128,7 @@ def _encode(frontend: Frontend, texts: list[str | list[int]], limit: int | None)
 
 
 def _answer(
-    frontend: Frontend, request: EmbeddingRequest, outputs: list[EngineOutput], model: str, tokens: int
+    frontend: Frontend, request: EmbeddingRequest, outputs: list[EngineOutput], model: str, tokens: list[int]
 ) -> bytes:
     encoder = frontend.client.architecture.encoder
     assert encoder is not None
@@ -136,7 +137,7 @@ def _answer(
         Embedding(index, write(vector_of(output, request.dimensions, normalize=encoder.normalize)))
         for index, output in enumerate(outputs)
     ]
-    return encode(EmbeddingList(data, model, EmbeddingUsage(tokens, tokens)))
+    return encode(EmbeddingList(data, model, EmbeddingUsage(sum(tokens), sum(tokens), tokens)))
 
 
 def _base64(vector: NDArray[np.float32]) -> str:

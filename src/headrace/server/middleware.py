@@ -15,6 +15,8 @@ from headrace.web import ids
 from headrace.web.errors import error_response
 from headrace.web.http import ClientGone
 
+GUARDED = ("/v1/", "/tokenize", "/detokenize")
+"""Paths that ask for the API key, where there is one."""
 _QUIET = ("/health", "/health/readiness", "/metrics")
 CLIENT_GONE_STATUS = 499
 
@@ -50,7 +52,7 @@ class Outermost:
             await send(message)
 
         try:
-            if scope["path"].startswith("/v1/") and not self._allowed(headers):
+            if scope["path"].startswith(GUARDED) and not self._allowed(headers):
                 raise AuthenticationError(
                     "the API key is missing or wrong; send it as `Authorization: Bearer <key>`"
                 )

@@ -61,10 +61,15 @@ class Resume(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     system_fingerprint: str
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both generation routes share. Null counts as absent everywhere."""
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every request has. Null counts as absent everywhere."""
 
     model: str | None = None
+
+
+class GenerationRequest(Body, kw_only=True, forbid_unknown_fields=True):
+    """What both generation routes share."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -148,11 +153,10 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     suffix: Unsupported = None
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EmbeddingRequest(Body, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /v1/embeddings``. ``input``: text, token ids, or a list of either."""
 
     input: str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1)]
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
     # extensions, named as in vLLM
@@ -163,7 +167,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     user: Ignored = None
 
 
-R = TypeVar("R", bound=GenerationRequest | EmbeddingRequest)
+R = TypeVar("R", bound=Body)
 
 _PATH = re.compile(r" - at `(key` in `)?\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)

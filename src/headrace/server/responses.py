@@ -192,10 +192,11 @@ class Completion(msgspec.Struct):
 
 
 class EmbeddingUsage(msgspec.Struct):
-    """Tokens of all inputs."""
+    """Tokens of all inputs, and, which is ours, of each."""
 
     prompt_tokens: int
     total_tokens: int
+    prompt_tokens_by_input: list[int]
 
 
 class Embedding(msgspec.Struct):

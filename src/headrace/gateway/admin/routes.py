@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Path, Query
 from starlette.requests import Request
 
 from headrace.errors import ConfigError, NotFoundError
-from headrace.gateway import ledger
+from headrace.gateway import fields, ledger
 from headrace.gateway.admin import schemas
 from headrace.gateway.answers import AnswerCache, Kind
 from headrace.gateway.authenticate import app_scope
@@ -22,6 +22,8 @@ from headrace.gateway.releases.report import Report, report, summary
 from headrace.gateway.releases.settings import Release
 from headrace.gateway.releases.state import Event
 from headrace.gateway.reload import reload
+from headrace.gateway.shaping.settings import Template
+from headrace.gateway.shaping.templates import Stored
 from headrace.gateway.upstream import Upstream
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -182,6 +184,38 @@ async def reload_configuration(gateway: TheGateway) -> schemas.Reloaded:
     )
 
 
+@router.get("/templates")
+async def list_templates(gateway: TheGateway) -> list[schemas.TemplateInfo]:
+    """The last version of every template."""
+    return [_template_info(stored) for stored in await gateway.templates.all()]
+
+
+@router.get("/templates/{name:path}")
+async def show_template(
+    gateway: TheGateway, name: Name, version: Annotated[int | None, Query(ge=1, le=2**31)] = None
+) -> schemas.TemplateWhole:
+    """A template's text: of that version, or of the last one."""
+    stored = await gateway.templates.get(name, version)
+    return schemas.TemplateWhole(
+        **_template_info(stored).model_dump(), template=stored.template.model_dump(exclude_defaults=True)
+    )
+
+
+@router.put("/templates/{name:path}")
+async def put_template(
+    gateway: TheGateway, name: Annotated[fields.Name, Path()], template: Template
+) -> schemas.TemplateInfo:
+    """Store a template: as a new version, unless the last one says the same."""
+    version = await gateway.templates.put(name, template)
+    return _template_info(await gateway.templates.get(name, version))
+
+
+@router.delete("/templates/{name:path}")
+async def remove_template(gateway: TheGateway, name: Name) -> schemas.Removed:
+    """Forget all versions of a template. One that the file declares is back after the next reload."""
+    return schemas.Removed(versions=await gateway.templates.remove(name))
+
+
 @router.get("/cache")
 async def cache(gateway: TheGateway) -> list[schemas.CacheHeld]:
     """What is kept of each tenant's and model's answers."""
@@ -200,6 +234,19 @@ def _cache(gateway: Gateway) -> AnswerCache:
     if gateway.cache is None:
         raise ConfigError("this gateway has no cache")
     return gateway.cache
+
+
+def _template_info(stored: Stored) -> schemas.TemplateInfo:
+    template = stored.template
+    return schemas.TemplateInfo(
+        name=stored.name,
+        version=stored.version,
+        created_at=stored.created_at,
+        kind="chat" if template.text is None else "completion",
+        variables=list(template.variables),
+        tenants=None if template.tenants is None else sorted(template.tenants),
+        stable_share=template.stable_share,
+    )
 
 
 def _info(key: Key) -> schemas.KeyInfo:

@@ -169,6 +169,30 @@ class Cleared(BaseModel):
     answers: int
 
 
+class TemplateInfo(BaseModel):
+    """A version of a template. ``stable_share``: of its text, before the first variable."""
+
+    name: str
+    version: int
+    created_at: float
+    kind: Literal["chat", "completion"]
+    variables: list[str]
+    tenants: list[str] | None
+    stable_share: float
+
+
+class TemplateWhole(TemplateInfo):
+    """A version of a template with its text, as it may be put again."""
+
+    template: dict[str, object]
+
+
+class Removed(BaseModel):
+    """How many versions were forgotten."""
+
+    versions: int
+
+
 class Health(BaseModel):
     """``ok`` or ``draining``."""
 

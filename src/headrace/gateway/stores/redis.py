@@ -41,6 +41,7 @@ from headrace.gateway.stores.redis_keys import (
     history,
     release,
     row_of,
+    template,
 )
 from headrace.gateway.stores.redis_restore import fill
 from headrace.gateway.stores.tables import migrate
@@ -48,7 +49,7 @@ from headrace.web.ids import unique_id
 
 if TYPE_CHECKING:
     from headrace.gateway.releases.state import Event
-    from headrace.gateway.store import Change
+    from headrace.gateway.store import Change, TemplateRow
 
 T = TypeVar("T")
 Client: TypeAlias = Any  # redis-py's types leave open what each answer is
@@ -60,7 +61,7 @@ _TIMEOUT_S = 1.0  # to connect, and to answer; each is tried twice
 _CONNECTIONS = 50
 _ALL = 2**31
 _PAGE = 500  # rows of the ledger in one answer
-_SCRIPTS = ("hold", "settle", "renew", "use", "score", "find_key", "quotas")
+_SCRIPTS = ("hold", "settle", "renew", "use", "score", "find_key", "quotas", "template")
 
 
 class RedisStore:
@@ -314,6 +315,40 @@ class RedisStore:
             found = await self.client.lrange(history(name), 0, most - 1)
         return [msgspec.json.decode(event, type=PastEvent) for event in found]
 
+    async def put_template(self, name: str, content: str, same: Callable[[str], bool]) -> int:
+        key = template(name)
+
+        async def attempt(pipe: Pipeline) -> int:
+            now, last = await self._now(pipe), int(await pipe.hget(key, "last") or 0)
+            if last and same(_template(name, last, await pipe.hget(key, str(last)))[3]):
+                await pipe.unwatch()
+                return last
+            pipe.multi()
+            pipe.hset(key, str(last + 1), f"{now:.6f} {content}")
+            pipe.hset(key, "last", last + 1)
+            return last + 1
+
+        return await self._swap(key, attempt)
+
+    async def template(self, name: str, version: int | None) -> TemplateRow | None:
+        found = await self._run("template", name, "" if version is None else version)
+        return None if found is None else _template(name, int(found[0]), found[1])
+
+    async def all_templates(self) -> list[TemplateRow]:
+        with self._stating():
+            keys = [key async for key in self.client.scan_iter(template("*"), count=_PAGE)]
+        names = sorted({key.decode().removeprefix(template("")) for key in keys})
+        found = [await self.template(name, None) for name in names]
+        return [row for row in found if row is not None]
+
+    async def remove_template(self, name: str) -> int:
+        with self._stating():
+            async with self.client.pipeline() as pipe:
+                pipe.hlen(template(name))
+                pipe.delete(template(name))
+                fields, _ = await pipe.execute()
+        return max(int(fields) - 1, 0)
+
     async def _swap(self, key: str, attempt: Callable[[Pipeline], Awaitable[T]]) -> T:
         """Let ``attempt`` read, and queue what it makes of that, until nobody was quicker at ``key``."""
         from redis.exceptions import WatchError
@@ -356,6 +391,10 @@ class RedisStore:
                 name = key.decode().removeprefix(release(""))
                 state = await self.client.get(key)
                 copy_release(copy, name, state, reversed(await self.history(name, _ALL)))
+        for last in await self.all_templates():
+            for version in range(1, last[1] + 1):
+                row = await self.template(last[0], version)
+                copy.execute("INSERT INTO templates VALUES (?, ?, ?, ?)", row)
         for kept in map(_key, keys):
             if kept is not None:
                 copy_key(copy, kept.key, bytes.fromhex(kept.secret_hash))
@@ -376,6 +415,11 @@ def _limits_of(scope: Scope) -> dict[str, Any]:
     }
     given = {measure: limit for measure, limit in found.items() if limit is not None}
     return {"name": scope.name, "period": limits.budget_period, **given}
+
+
+def _template(name: str, version: int, encoded: bytes) -> TemplateRow:
+    created_at, _, content = encoded.decode().partition(" ")
+    return name, version, float(created_at), content
 
 
 def _key(encoded: bytes | None) -> KeptKey | None:

@@ -35,6 +35,11 @@ def history(name: str) -> str:
     return f"headrace:history:{name}"
 
 
+def template(name: str) -> str:
+    """Where the versions of a template lie."""
+    return f"headrace:template:{name}"
+
+
 def row_of(entry: Entry) -> bytes:
     """A row of the ledger, but for its time, which lies beside it."""
     return orjson.dumps(astuple(entry)[1:])

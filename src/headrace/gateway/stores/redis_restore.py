@@ -23,6 +23,7 @@ from headrace.gateway.stores.redis_keys import (
     history,
     release,
     row_of,
+    template,
 )
 
 _BATCH = 500
@@ -34,13 +35,17 @@ _AMOUNTS = {  # measure: the hash's kind, its field, how long it is kept; as in 
 
 
 async def fill(client: Any, copy: sqlite3.Connection, now: float) -> int:
-    """Write releases, quotas and the ledger, and keys last: before them, nobody is served. How many rows."""
+    """Write all of it, and keys last: before them, nobody is served. How many rows the ledger has."""
     async with client.pipeline() as pipe:
         for name, state in copy.execute("SELECT name, state FROM releases"):
             pipe.set(release(name), state)
         events = copy.execute("SELECT release, at, what, version, detail FROM release_events ORDER BY id")
         for name, *event in events:
             pipe.lpush(history(name), msgspec.json.encode(PastEvent(*event)))
+        rows = copy.execute("SELECT name, version, created_at, content FROM templates ORDER BY version")
+        for name, version, created_at, content in rows:
+            pipe.hset(template(name), str(version), f"{created_at:.6f} {content}")
+            pipe.hset(template(name), "last", version)
         _quotas(pipe, copy, now)
         await pipe.execute()
     count = await _ledger(client, copy)

@@ -30,7 +30,7 @@ from headrace.gateway.stores.tables import migrate
 
 if TYPE_CHECKING:
     from headrace.gateway.releases.state import Event
-    from headrace.gateway.store import Change
+    from headrace.gateway.store import Change, TemplateRow
 
 SYNC_S = 0.1
 _sync = getattr(os, "fdatasync", os.fsync)  # of the data alone where that can be had: commits wait less
@@ -202,6 +202,35 @@ class SqliteStore:
         )
         with self._reading() as db:
             return [PastEvent(*row) for row in db.execute(query, (name, most))]
+
+    async def put_template(self, name: str, content: str, same: Callable[[str], bool]) -> int:
+        with self._transaction() as db:
+            last = db.execute(
+                "SELECT version, content FROM templates WHERE name = ? ORDER BY version DESC LIMIT 1", (name,)
+            ).fetchone()
+            if last is not None and same(last[1]):
+                return int(last[0])
+            version = 1 if last is None else int(last[0]) + 1
+            db.execute("INSERT INTO templates VALUES (?, ?, ?, ?)", (name, version, self._clock(), content))
+        return version
+
+    async def template(self, name: str, version: int | None) -> TemplateRow | None:
+        query = (
+            "SELECT name, version, created_at, content FROM templates WHERE name = ? AND version = "
+            "COALESCE(?, (SELECT MAX(version) FROM templates WHERE name = ?))"
+        )
+        with self._reading() as db:
+            found: TemplateRow | None = db.execute(query, (name, version, name)).fetchone()
+        return found
+
+    async def all_templates(self) -> list[TemplateRow]:
+        query = "SELECT name, MAX(version), created_at, content FROM templates GROUP BY name ORDER BY name"
+        with self._reading() as db:
+            return db.execute(query).fetchall()
+
+    async def remove_template(self, name: str) -> int:
+        with self._transaction() as db:
+            return db.execute("DELETE FROM templates WHERE name = ?", (name,)).rowcount
 
     async def back_up(self, to: Path) -> int:
         """Copy the file, as of one moment, while others go on."""

@@ -65,6 +65,14 @@ MIGRATIONS = (
         "ALTER TABLE ledger ADD COLUMN reason TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE ledger ADD COLUMN baseline_nano_usd INTEGER",
     ),
+    (
+        # Of a document that was read in parts, their rows beside the request's own, which is part 0.
+        "ALTER TABLE ledger ADD COLUMN part INTEGER NOT NULL DEFAULT 0",
+        """CREATE TABLE templates (
+            name TEXT NOT NULL, version INTEGER NOT NULL, created_at REAL NOT NULL, content TEXT NOT NULL,
+            PRIMARY KEY (name, version)
+        ) WITHOUT ROWID""",
+    ),
 )
 """The statements that lead from each version of the file to the next; its version is how many were done."""
 
