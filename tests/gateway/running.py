@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -193,6 +194,19 @@ def gateway(
         yield running
     finally:
         running.close()
+
+
+def begin(
+    made: RunningGateway, route: str, body: dict[str, Any], headers: dict[str, str]
+) -> Callable[[], None]:
+    """Ask, and wait for no answer; what comes back is a way to leave."""
+    url = httpx.URL(made.url)
+    content = json.dumps(body).encode()
+    head = {"host": url.netloc.decode(), "content-length": str(len(content)), **headers}
+    lines = [f"POST /v1/{route} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
+    asking = socket.create_connection((url.host, url.port or 80))
+    asking.sendall("\r\n".join(lines).encode() + content)
+    return asking.close
 
 
 def events(answer: httpx.Response) -> list[str]:

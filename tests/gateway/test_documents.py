@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import re
 import threading
@@ -45,7 +46,6 @@ class Reader:
         try:
             while not self.held.is_set():
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.02)
             if part is not None and int(part[1]) == self.fails:
                 await exchange.error(400, "I do not like this one")
                 return
@@ -167,7 +167,14 @@ def test_the_merge_is_streamed(made: Made) -> None:
 def test_parts_are_read_a_few_at_a_time(made: Made) -> None:
     running, reader, _, _ = made
     reader.most = 0
-    assert ask(made, TEXT).status_code == 200
+    reader.held.clear()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        try:
+            asking = pool.submit(ask, made, TEXT)
+            running.wait(lambda: reader.now == 2)
+        finally:
+            reader.held.set()
+        assert asking.result().status_code == 200
     assert reader.most == 2
     running.wait_idle()
 

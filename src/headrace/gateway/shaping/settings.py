@@ -149,7 +149,7 @@ class Batching(Strict):
     gateway's estimate, goes alone.
     """
 
-    window_ms: Annotated[float, Field(gt=0, le=1000)] = 5.0
+    window_ms: Annotated[float, Field(gt=0, le=10_000)] = 5.0
     max_inputs: Annotated[int, Field(ge=2, le=2048)] = 64
     short_tokens: Count = 512
 
