@@ -393,8 +393,8 @@ class RedisStore:
                 copy_release(copy, name, state, reversed(await self.history(name, _ALL)))
         for last in await self.all_templates():
             for version in range(1, last[1] + 1):
-                row = await self.template(last[0], version)
-                copy.execute("INSERT INTO templates VALUES (?, ?, ?, ?)", row)
+                if (row := await self.template(last[0], version)) is not None:
+                    copy.execute("INSERT INTO templates VALUES (?, ?, ?, ?)", row)
         for kept in map(_key, keys):
             if kept is not None:
                 copy_key(copy, kept.key, bytes.fromhex(kept.secret_hash))
