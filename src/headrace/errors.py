@@ -125,6 +125,14 @@ class DeadlineExceededError(HeadraceError):
     code = "deadline_exceeded"
 
 
+class StateError(HeadraceError):
+    """The gateway's keys, quotas and ledger cannot be reached or written; nothing is served without them."""
+
+    status = 503
+    code = "state_unavailable"
+    retry_after_s = 1.0
+
+
 class OutOfMemoryError(HeadraceError):
     """The estimate says that the model and its KV pool do not fit; refused before loading."""
 

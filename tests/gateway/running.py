@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import queue
@@ -15,15 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
-from headrace.gateway.keys import Keys
-from headrace.gateway.ledger import By, usage
+from headrace.cli.gateway_shared import with_store
+from headrace.gateway.config import read_config
+from headrace.gateway.keys import Key, Keys
+from headrace.gateway.ledger import By, Entry, usage
+from headrace.gateway.quotas import Use
 from headrace.gateway.store import Store
 from tests.e2e.running import COMMAND
 from tests.lab.streaming_server import Behaviour, Exchange, Streamer
@@ -110,9 +112,34 @@ class RunningGateway:
 
     def key(self, tenant: str, app: str = "") -> dict[str, str]:
         """A header with a new key of the tenant's, or of its app's."""
-        with contextlib.closing(Store(self.state)) as store:
-            _, secret = Keys(store).create(tenant, app=app)
+        _, secret = with_store(read_config(self.file), lambda store: Keys(store).create(tenant, app=app))
         return {"authorization": f"Bearer {secret}"}
+
+    def revoke_last(self) -> Key:
+        """Revoke the key that was made last."""
+
+        async def revoke(store: Store) -> Key:
+            key = (await Keys(store).all())[-1]
+            await Keys(store).revoke(key.id)
+            return key
+
+        return with_store(read_config(self.file), revoke)
+
+    def use(self, scope: str) -> Use:
+        """What is used and reserved of a scope."""
+        return with_store(read_config(self.file), lambda store: store.use(scope))
+
+    def rows(self, tenant: str | None = None) -> list[dict[str, Any]]:
+        """The ledger's rows, of one tenant or of all, oldest first."""
+
+        async def read(store: Store) -> list[dict[str, Any]]:
+            names = [field.name for field in fields(Entry)]
+            async with store.ledger(0.0) as db:
+                found = db.execute(f"SELECT {', '.join(names)} FROM ledger ORDER BY id").fetchall()
+            return [dict(zip(names, row, strict=True)) for row in found]
+
+        rows = with_store(read_config(self.file), read)
+        return [row for row in rows if tenant in (None, row["tenant"])]
 
     def chat(self, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         """A chat of one message."""
@@ -139,8 +166,8 @@ class RunningGateway:
 
     def usage(self, by: By = "tenant") -> dict[str, dict[str, Any]]:
         """The ledger's sums."""
-        with contextlib.closing(Store(self.state)) as store:
-            return {row.group: asdict(row) for row in usage(store, by)}
+        found = with_store(read_config(self.file), lambda store: usage(store, by))
+        return {row.group: asdict(row) for row in found}
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
         """Send a signal and wait; the exit status."""

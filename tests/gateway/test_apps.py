@@ -14,6 +14,7 @@ import yaml
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
 from tests.e2e.running import run
+from tests.gateway.conftest import Places
 from tests.gateway.running import RunningGateway, Upstreams, gateway
 
 TENANT = {
@@ -28,9 +29,10 @@ TENANT = {
 
 
 @pytest.fixture
-def made(upstreams: Upstreams, tmp_path: Path) -> Iterator[RunningGateway]:
+def made(upstreams: Upstreams, places: Places, tmp_path: Path) -> Iterator[RunningGateway]:
     _, url = upstreams.start()
     config: dict[str, Any] = {
+        **places().config,
         "upstreams": {"one": {"url": url, "models": {"a": {}, "b": {}, "c": {}}}},
         "tenants": {"acme": TENANT, "other": {}},
         "model_limits": {"c": {"requests_per_minute": 3, "max_context": 50}},

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import datetime
 import signal
 import sqlite3
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import BudgetError, HeadraceError, InvalidRequestError, LimitError
+from headrace.errors import BudgetError, InvalidRequestError, LimitError, StateError
 from headrace.gateway.config import Limits
 from headrace.gateway.ledger import Entry, append
-from headrace.gateway.quotas import NANO, Quotas, Reservation, Scope
+from headrace.gateway.quotas import NANO, Quotas, Reservation, Scope, month_of
+from headrace.gateway.settlements import Settlement, Settlements
 from headrace.gateway.store import Store
+from headrace.observe.logs import logger
+from tests.gateway.conftest import Places
+from tests.gateway.redis_server import Place
 from tests.gateway.running import RunningGateway, Upstreams, gateway
 from tests.lab.streaming_server import Exchange
 
@@ -38,27 +43,21 @@ class Clock:
         return self.now
 
 
-@contextmanager
-def quotas(clock: Clock, lease_s: float = 30.0) -> Iterator[tuple[Store, Quotas]]:
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder))
-        try:
-            yield store, Quotas(store, clock, lease_s)
-        finally:
-            store.close()
+def entry(request: str = "r", tokens: int = 0) -> tuple[Entry]:
+    """A row of the ledger."""
+    return (Entry(NOON, request, "a", "k", "m", "u", "x", "ok", "off", tokens, 0, 0, False, 9, 1),)
 
 
-def nothing(_: sqlite3.Connection) -> None:
-    """No row for the ledger."""
+@asynccontextmanager
+async def quotas(where: Place, clock: Clock, lease_s: float = 30.0) -> AsyncIterator[tuple[Store, Quotas]]:
+    async with where.opened(clock) as store:
+        yield store, Quotas(store, lease_s)
 
 
-def held(store: Store) -> int:
-    return int(store.db.execute("SELECT COUNT(*) FROM reservations").fetchone()[0])
-
-
-def amounts(store: Store, measure: str) -> int:
-    query = "SELECT COALESCE(SUM(amount), 0) FROM spent WHERE measure = ? AND scope = 'tenant:a'"
-    return int(store.db.execute(query, (measure,)).fetchone()[0])
+async def rows(store: Store) -> list[tuple[str, int]]:
+    """Request and tokens of each row of the ledger, sorted."""
+    async with store.ledger(0.0) as db:
+        return sorted(db.execute("SELECT request, prompt_tokens FROM ledger").fetchall())
 
 
 STEPS = st.lists(
@@ -72,22 +71,30 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS)
-def test_no_order_of_events_passes_a_limit_or_loses_a_count(steps: list[tuple[str, int, int]]) -> None:
+def test_no_order_of_events_passes_a_limit_or_loses_a_count(
+    places: Places, steps: list[tuple[str, int, int]]
+) -> None:
     """Against a model that remembers every request: what it used, or what it holds, and when it came."""
+    asyncio.run(no_order_passes(places(), steps))
+
+
+async def no_order_passes(where: Place, steps: list[tuple[str, int, int]]) -> None:
     limits = Limits(requests_per_minute=8, tokens_per_minute=100, tokens_per_day=1000, concurrency=3)
+    scope = Scope("tenant:a", limits)
     clock = Clock()
-    with quotas(clock) as (store, first):
+    async with quotas(where, clock) as (store, first):
         serving, running = first, dict[str, tuple[Reservation, float]]()
         came: list[tuple[int, str]] = []
         tokens: dict[str, int] = {}
+        written: list[tuple[str, int]] = []
         for number, (what, amount, extra) in enumerate(steps):
             if what == "wait":
                 clock.now += amount
-                serving.renew()
+                await serving.renew()
             elif what == "crash":  # a new gateway starts; the dead one renews nothing, its leases end
-                serving = Quotas(store, clock)
+                serving = Quotas(store)
                 clock.now += 31
                 for name in running:
                     tokens[name] = 0
@@ -95,9 +102,10 @@ def test_no_order_of_events_passes_a_limit_or_loses_a_count(steps: list[tuple[st
             elif what == "settle" and running:
                 name = sorted(running)[amount % len(running)]
                 reservation, _ = running.pop(name)
-                serving.settle(reservation, extra, 0, nothing)
-                serving.settle(reservation, extra, 0, nothing)  # twice counts once
+                await serving.settle(reservation, extra, 0, entry(name, extra))
+                await serving.settle(reservation, extra, 0, entry(name, extra))  # twice counts once
                 tokens[name] = extra
+                written.append((name, extra))
             elif what == "reserve":
                 minute = [name for second, name in came if second > int(clock.now) - 60]
                 fits = (
@@ -107,7 +115,7 @@ def test_no_order_of_events_passes_a_limit_or_loses_a_count(steps: list[tuple[st
                     and sum(tokens.values()) + amount <= 1000
                 )
                 try:
-                    made = serving.reserve(str(number), [Scope("tenant:a", limits)], amount, 0)
+                    made = await serving.reserve(str(number), [scope], amount, 0)
                 except LimitError as error:
                     assert not fits
                     assert error.retry_after_s > 0
@@ -117,129 +125,257 @@ def test_no_order_of_events_passes_a_limit_or_loses_a_count(steps: list[tuple[st
                     came.append((int(clock.now), str(number)))
                     tokens[str(number)] = amount
         for name, (reservation, _) in running.items():
-            serving.settle(reservation, tokens[name], 0, nothing)
-        serving.reserve(
-            "last", [Scope("tenant:b", Limits(concurrency=1))], 1, 0
-        )  # ends what leases have ended
-        assert amounts(store, "day") == sum(tokens.values())
-        assert held(store) == 1
+            await serving.settle(reservation, tokens[name], 0, entry(name, tokens[name]))
+            written.append((name, tokens[name]))
+        # ends what leases have ended
+        await serving.reserve("last", [Scope("tenant:b", Limits(concurrency=1))], 1, 0)
+        used = await serving.use("tenant:a")
+        assert (used.running, used.tokens_today) == (0, sum(tokens.values()))
+        assert (await serving.use("tenant:b")).running == 1
+        assert await rows(store) == sorted(written)
 
 
-def test_a_settlement_that_fails_is_given_back_by_the_leases_end() -> None:
-    """A full disk, say: what is not renewed ends, though its gateway lives on."""
-    clock = Clock()
-    with quotas(clock) as (store, made):
+class Flaky:
+    """A store whose answers get lost: a call does nothing, or all of it, or is cancelled after that."""
+
+    def __init__(self, store: Store, faults: list[str]) -> None:
+        self._store = store
+        self._faults = faults
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def hold(self, *arguments: Any) -> Any:
+        return await self._faulty(self._store.hold, *arguments)
+
+    async def settle(self, *arguments: Any) -> Any:
+        return await self._faulty(self._store.settle, *arguments)
+
+    async def _faulty(self, call: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        fault = self._faults.pop() if self._faults else "none"
+        if fault == "before":
+            raise StateError("it did not get there")
+        result = await call(*arguments)
+        if fault == "after":
+            raise StateError("its answer was lost")
+        if fault == "cancelled":
+            raise asyncio.CancelledError
+        return result
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    faults=st.lists(st.sampled_from(["none", "none", "before", "after", "cancelled"]), max_size=40),
+    uses=st.lists(st.integers(0, 30), min_size=1, max_size=12),
+    gateways=st.integers(1, 3),
+)
+def test_whatever_is_lost_on_the_way_is_settled_once(
+    places: Places, faults: list[str], uses: list[int], gateways: int
+) -> None:
+    """Many requests at a time at several gateways: what was used is counted and written exactly once."""
+    asyncio.run(settled_once(places(), faults, uses, gateways))
+
+
+async def settled_once(where: Place, faults: list[str], uses: list[int], gateways: int) -> None:
+    clock, limit = Clock(), 40
+    scopes = [Scope("tenant:a", Limits(tokens_per_day=limit, concurrency=4)), Scope("key:k", Limits())]
+    async with AsyncExitStack() as stack:
+        stores = [await stack.enter_async_context(where.opened(clock)) for _ in range(gateways)]
+        sides = [Quotas(Flaky(store, faults)) for store in stores]  # type: ignore[arg-type]
+        settlements = [Settlements(side, logger(level="critical")) for side in sides]
+        done: dict[str, int] = {}
+
+        async def request(number: int, used: int) -> None:
+            side, name = number % gateways, f"{number:02}"
+            try:
+                made = await sides[side].reserve(name, scopes, used, 0)
+            except (LimitError, StateError, asyncio.CancelledError):
+                return
+            await asyncio.sleep(0)
+            done[name] = used
+            with suppress(asyncio.CancelledError):
+                await settlements[side].settle(Settlement(made, used, 0, entry(name, used)))
+
+        await asyncio.gather(*(request(number, used) for number, used in enumerate(uses)))
+        for side in settlements:
+            while side.waiting:
+                with suppress(asyncio.CancelledError):
+                    await side.try_all()
+        assert await rows(stores[0]) == sorted(done.items())
+        clock.now += 31  # what was reserved without anybody's knowing ends
+        await Quotas(stores[0]).reserve("last", scopes, 0, 0)
+        used = await stores[0].use("tenant:a")
+        assert used.running == 1
+        assert used.tokens_today == sum(done.values()) <= limit
+
+
+def test_a_settlement_that_fails_is_given_back_by_the_leases_end(places: Places) -> None:
+    """A full disk, say: what is not renewed ends, though its gateway lives on; what was used counts later."""
+
+    async def check(where: Place) -> None:
+        clock = Clock()
         scope = [Scope("tenant:a", Limits(concurrency=1))]
-        reservation = made.reserve("1", scope, 5, 0)
+        async with quotas(where, clock) as (store, _):
+            made = Quotas(Flaky(store, ["before", "none"]))  # type: ignore[arg-type]
+            reservation = await made.reserve("1", scope, 5, 0)
+            with pytest.raises(StateError):
+                await made.settle(reservation, 5, 0, entry())
+            assert (await made.use("tenant:a")).running == 1
+            clock.now += 20
+            await made.renew()
+            clock.now += 11
+            await made.reserve("2", scope, 5, 0)
+            await made.settle(reservation, 7, 0, entry())
+            used = await made.use("tenant:a")
+            assert (used.running, used.tokens_today) == (1, 12)
 
-        def fails(_: sqlite3.Connection) -> None:
-            raise sqlite3.OperationalError("database or disk is full")
-
-        with pytest.raises(sqlite3.OperationalError):
-            made.settle(reservation, 5, 0, fails)
-        assert held(store) == 1
-        clock.now += 20
-        made.renew()
-        clock.now += 11
-        made.reserve("2", scope, 5, 0)
-
-
-def test_waiting_as_long_as_told_is_enough_and_not_too_long() -> None:
-    clock = Clock()
-    with quotas(clock) as (_, made):
-        scope = [Scope("tenant:a", Limits(tokens_per_minute=100))]
-        made.settle(made.reserve("1", scope, 60, 0), 60, 0, nothing)
-        clock.now += 10
-        made.settle(made.reserve("2", scope, 40, 0), 40, 0, nothing)
-        clock.now += 10
-        with pytest.raises(LimitError) as refused:
-            made.reserve("3", scope, 50, 0)
-        clock.now += refused.value.retry_after_s - 1
-        with pytest.raises(LimitError):
-            made.reserve("3", scope, 50, 0)
-        clock.now += 1
-        made.reserve("3", scope, 50, 0)
+    asyncio.run(check(places()))
 
 
-def test_what_never_fits_is_told_so_and_not_to_wait() -> None:
-    with (
-        quotas(Clock()) as (_, made),
-        pytest.raises(InvalidRequestError, match="this request alone needs up to 101"),
-    ):
-        made.reserve("1", [Scope("tenant:a", Limits(tokens_per_minute=100))], 101, 0)
+def test_waiting_as_long_as_told_is_enough_and_not_too_long(places: Places) -> None:
+    async def check(where: Place) -> None:
+        clock = Clock()
+        async with quotas(where, clock) as (_, made):
+            scope = [Scope("tenant:a", Limits(tokens_per_minute=100))]
+            await made.settle(await made.reserve("1", scope, 60, 0), 60, 0, entry())
+            clock.now += 10
+            await made.settle(await made.reserve("2", scope, 40, 0), 40, 0, entry())
+            clock.now += 10
+            with pytest.raises(LimitError) as refused:
+                await made.reserve("3", scope, 50, 0)
+            clock.now += refused.value.retry_after_s - 1
+            with pytest.raises(LimitError):
+                await made.reserve("3", scope, 50, 0)
+            clock.now += 1
+            last = await made.reserve("3", scope, 50, 0)
+            assert last.tokens_left is not None
+            assert last.tokens_left.remaining == 10
+
+    asyncio.run(check(places()))
 
 
-def test_a_scope_that_refuses_leaves_the_others_untouched() -> None:
-    with quotas(Clock()) as (store, made):
-        scopes = [Scope("tenant:a", Limits(concurrency=9)), Scope("key:k", Limits(concurrency=1))]
-        made.reserve("1", scopes, 10, 0)
-        with pytest.raises(LimitError, match="this key may have 1 requests at a time"):
-            made.reserve("2", scopes, 10, 0)
-        assert amounts(store, "day") == 10
+def test_what_never_fits_is_told_so_and_not_to_wait(places: Places) -> None:
+    async def check(where: Place) -> None:
+        async with quotas(where, Clock()) as (_, made):
+            with pytest.raises(InvalidRequestError, match="this request alone needs up to 101"):
+                await made.reserve("1", [Scope("tenant:a", Limits(tokens_per_minute=100))], 101, 0)
+
+    asyncio.run(check(places()))
+
+
+def test_more_scopes_are_reserved_for_behind_the_first_ones(places: Places) -> None:
+    """All of the new ones or none, and a scope that is there already counts once."""
+
+    async def check(where: Place) -> None:
+        async with quotas(where, Clock()) as (_, made):
+            first, second = (Scope(name, Limits(tokens_per_day=100)) for name in ("tenant:a", "share:a|m"))
+            tight = Scope("model:m", Limits(tokens_per_day=100, concurrency=1))
+            await made.reserve("0", [tight], 1, 0)
+            reservation = await made.reserve("1", [first], 10, 0)
+            with pytest.raises(LimitError, match="this model may have 1 requests"):
+                await made.extend(reservation, [second, tight])
+            assert (await made.use("share:a|m")).tokens_today == 0
+            await made.extend(reservation, [first, second])
+            assert (await made.use("tenant:a")).tokens_today == 10
+            await made.settle(reservation, 4, 0, entry())
+            for scope in (first, second):
+                used = await made.use(scope.name)
+                assert (used.running, used.tokens_today) == (0, 4)
+
+    asyncio.run(check(places()))
 
 
 @pytest.mark.parametrize(("period", "wait_s"), [("day", 43_200), ("month", 3 * 86_400)])
-def test_a_budget_is_kept_until_its_period_ends(period: Any, wait_s: int) -> None:
-    clock = Clock()
-    with quotas(clock) as (_, made):
-        scope = [Scope("tenant:a", Limits(budget_usd=1.0, budget_period=period))]
-        made.settle(made.reserve("1", scope, 1, NANO // 2), 1, NANO // 4, nothing)
-        made.settle(made.reserve("2", scope, 1, NANO // 2), 1, NANO // 2, nothing)
-        with pytest.raises(BudgetError) as refused:
-            made.reserve("3", scope, 1, NANO // 2)
-        assert refused.value.code == "insufficient_quota"
-        clock.now += refused.value.retry_after_s
-        made.reserve("3", scope, 1, NANO // 2)
+def test_a_budget_is_kept_until_its_period_ends(places: Places, period: Any, wait_s: int) -> None:
+    async def check(where: Place) -> None:
+        clock = Clock()
+        async with quotas(where, clock) as (_, made):
+            scope = [Scope("tenant:a", Limits(budget_usd=1.0, budget_period=period))]
+            await made.settle(await made.reserve("1", scope, 1, NANO // 2), 1, NANO // 4, entry())
+            await made.settle(await made.reserve("2", scope, 1, NANO // 2), 1, NANO // 2, entry())
+            with pytest.raises(BudgetError) as refused:
+                await made.reserve("3", scope, 1, NANO // 2)
+            assert refused.value.code == "insufficient_quota"
+            clock.now += refused.value.retry_after_s
+            await made.reserve("3", scope, 1, NANO // 2)
+
+    asyncio.run(check(places()))
 
 
-def test_processes_at_the_same_time_share_one_limit(tmp_path: Path) -> None:
-    """Each thread has a connection of its own, as another process would."""
+@pytest.mark.parametrize("date", ["2024-02-29", "2025-02-28", "2025-12-31", "2026-01-01", "2100-03-01"])
+def test_a_months_money_ends_with_the_month(places: Places, date: str) -> None:
+    """The scripts of Redis know the calendar too, leap years and all."""
+
+    async def check(where: Place) -> None:
+        clock = Clock()
+        midnight = datetime.datetime.fromisoformat(date).replace(tzinfo=datetime.UTC)
+        clock.now = midnight.timestamp()
+        start, end = month_of(clock.now)
+        async with quotas(where, clock) as (_, made):
+            scope = [Scope("tenant:a", Limits(budget_usd=1.0))]
+            for at, month in ((start, 1), (end - 1, 2), (end, 1), (end + 86_399, 2)):
+                clock.now = at
+                await made.settle(await made.reserve(str(at), scope, 1, 1), 1, NANO // 4, entry())
+                assert (await made.use("tenant:a")).usd_this_month == month / 4
+
+    asyncio.run(check(places()))
+
+
+def test_gateways_at_the_same_time_share_one_limit(places: Places) -> None:
+    """Each thread has connections of its own, as another process would."""
+    where = places()
     limits = Limits(concurrency=7, tokens_per_minute=1000)
 
-    def reserve(number: int) -> int:
-        store = Store(tmp_path)
-        try:
-            made, got = Quotas(store), 0
+    async def reserve(number: int) -> int:
+        got = 0
+        async with where.opened() as store:
+            made = Quotas(store)
             for turn in range(10):
-                try:
-                    made.reserve(f"{number}-{turn}", [Scope("tenant:a", limits)], 10, 0)
+                with suppress(LimitError):
+                    await made.reserve(f"{number}-{turn}", [Scope("tenant:a", limits)], 10, 0)
                     got += 1
-                except HeadraceError:
-                    pass
-            return got
-        finally:
-            store.close()
+        return got
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        assert sum(pool.map(reserve, range(6))) == 7
+        assert sum(pool.map(lambda number: asyncio.run(reserve(number)), range(6))) == 7
 
 
-def test_many_open_a_new_file_at_once(tmp_path: Path) -> None:
+def test_many_open_new_state_at_once(tmp_path: Path) -> None:
     """The change to a write-ahead log once failed where another was opening: SQLite does not wait there."""
+
+    async def opened(folder: Path) -> None:
+        async with Place(folder).opened():
+            pass
+
     for turn in range(10):
         together = threading.Barrier(8)
 
-        def opened(folder: Path, together: threading.Barrier = together) -> None:
+        def open_it(folder: Path, together: threading.Barrier = together) -> None:
             together.wait()
-            Store(folder).close()
+            asyncio.run(opened(folder))
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            list(pool.map(opened, [tmp_path / str(turn)] * 8))
+            list(pool.map(open_it, [tmp_path / str(turn)] * 8))
 
 
 def test_the_ledger_cannot_be_rewritten(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    append(store.db, Entry(0.0, "r", "t", "k", "m", "u", "x", "ok", "off", 1, 0, 1, False, 5, 1))
-    for statement in ("UPDATE ledger SET nano_usd = 0", "DELETE FROM ledger"):
-        with pytest.raises(sqlite3.IntegrityError, match="append-only"):
-            store.db.execute(statement)
-    store.close()
+    async def check() -> None:
+        async with Place(tmp_path).opened() as store, store.ledger(0.0) as db:
+            append(db, *entry())
+            for statement in ("UPDATE ledger SET nano_usd = 0", "DELETE FROM ledger"):
+                with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+                    db.execute(statement)
+
+    asyncio.run(check())
 
 
 @pytest.fixture(scope="module")
-def limited(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+def limited(
+    upstreams: Upstreams, places: Places, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
     _, url = upstreams.start()
     config = {
+        **places().config,
         "upstreams": {"one": {"url": url, "models": {"m": {"price": {"output": 1000.0}}}}},
         "tenants": {
             "requests": {"limits": {"requests_per_minute": 2}},
@@ -285,7 +421,7 @@ def test_a_spent_budget_is_insufficient_quota(limited: RunningGateway) -> None:
 
 
 def test_a_killed_gateway_holds_nothing_for_longer_than_its_leases(
-    upstreams: Upstreams, tmp_path: Path
+    upstreams: Upstreams, places: Places, tmp_path: Path
 ) -> None:
     """Killed in the middle of a stream; the next one on the same state frees what that had reserved."""
     begun = False
@@ -301,7 +437,9 @@ def test_a_killed_gateway_holds_nothing_for_longer_than_its_leases(
             await asyncio.sleep(0.02)
 
     _, url = upstreams.start(endless)
+    where = places()
     config = {
+        **where.config,
         "upstreams": {"one": {"url": url, "models": {"m": {}}}},
         "tenants": {"acme": {"limits": {"concurrency": 1, "tokens_per_day": 5000}}},
     }
@@ -312,9 +450,13 @@ def test_a_killed_gateway_holds_nothing_for_longer_than_its_leases(
         assert made.chat(key).status_code == 429, "one at a time"
         made.process.send_signal(signal.SIGKILL)
         made.process.wait()
-    store = Store(tmp_path / "gateway-state")
+        assert made.use("tenant:acme").running == 1
+        if where.url is None:
+            where = Place(made.state)
     limits = Limits(concurrency=1, tokens_per_day=5000)
-    later = Quotas(store, lambda: time.time() + 31)
-    assert held(store) == 1, "the tenant's; the key has no limits"
-    later.reserve("next", [Scope("tenant:acme", limits)], 5000, 0)
-    store.close()
+
+    async def later() -> None:
+        async with where.opened(lambda: time.time() + 31) as store:
+            await Quotas(store).reserve("next", [Scope("tenant:acme", limits)], 5000, 0)
+
+    asyncio.run(later())

@@ -18,6 +18,7 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
 from tests.e2e.running import run
+from tests.gateway.conftest import Places
 from tests.gateway.running import RunningGateway, Upstreams, decent, gateway, text_of
 from tests.lab.streaming_server import Behaviour, Exchange, Streamer
 
@@ -87,8 +88,10 @@ def failing(how: Callable[[Exchange], Any]) -> Behaviour:
     return behaviour
 
 
-def test_a_good_canary_is_promoted_without_a_lost_request(upstreams: Upstreams, tmp_path: Path) -> None:
-    with two(upstreams, tmp_path) as (made, _, second):
+def test_a_good_canary_is_promoted_without_a_lost_request(
+    upstreams: Upstreams, places: Places, tmp_path: Path
+) -> None:
+    with two(upstreams, tmp_path, **places().config) as (made, _, second):
         headers = made.key("acme")
         assert made.chat(headers, model="helper").headers["x-headrace-version"] == "v1"
         assert "50%" in releases(made, "start", "v2")
@@ -201,8 +204,10 @@ def test_an_ab_test_keeps_its_keys_apart_and_tells_how_sure_it_is(
         made.wait(lambda: weight(made, "v2") == 100)
 
 
-def test_feedback_is_for_ones_own_requests_and_once(upstreams: Upstreams, tmp_path: Path) -> None:
-    with two(upstreams, tmp_path) as (made, _, _):
+def test_feedback_is_for_ones_own_requests_and_once(
+    upstreams: Upstreams, places: Places, tmp_path: Path
+) -> None:
+    with two(upstreams, tmp_path, **places().config) as (made, _, _):
         headers, others = made.key("acme"), made.key("other")
         own = made.chat(headers, model="assistant").headers["x-request-id"]
 

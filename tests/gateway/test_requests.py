@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import gzip
 import json
 import signal
@@ -19,8 +18,6 @@ import httpx
 import openai
 import pytest
 
-from headrace.gateway.keys import Keys
-from headrace.gateway.store import Store
 from tests.gateway.running import RunningGateway, Upstreams, decent, events, gateway, is_error_stream, text_of
 from tests.lab.streaming_server import Exchange, Streamer
 
@@ -132,9 +129,7 @@ def test_keys_are_asked_for(running: Fixture) -> None:
         assert made.client.get("/v1/models", headers=wrong).status_code == 401
     revoked = made.key("acme")
     assert made.chat(revoked).status_code == 200
-    with contextlib.closing(Store(made.state)) as store:
-        keys = Keys(store)
-        keys.revoke(keys.all()[-1].id)
+    made.revoke_last()
     assert made.chat(revoked).status_code == 401
 
 

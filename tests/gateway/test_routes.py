@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import csv
 import json
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
 from headrace.gateway.intents.policy import policies
-from headrace.gateway.store import Store
 from tests.e2e.running import RunningServer, run, serving
 from tests.gateway.running import RunningGateway, Upstreams, gateway
 from tests.gateway.test_reload import hang_up, rewrite
@@ -231,11 +229,9 @@ def test_limits_of_the_chosen_model_hold(routed: Routed) -> None:
     assert routed.small.asked[-1].body["max_tokens"] == 7
     assert routed.ask(SIMPLE, capped, max_tokens=8).status_code == 400
     routed.made.wait_idle()
-    with contextlib.closing(Store(routed.made.state)) as store:
-        held = store.db.execute("SELECT COUNT(*) FROM reservations").fetchone()
-        used = dict(store.db.execute("SELECT scope, amount FROM spent WHERE measure = 'day'").fetchall())
-    assert held == (0,)
-    assert used[f"share:capped|{LARGE}"] == answer.json()["usage"]["total_tokens"]
+    used = routed.made.use(f"share:capped|{LARGE}")
+    assert used.running == 0
+    assert used.tokens_today == answer.json()["usage"]["total_tokens"]
 
 
 def test_routes_are_listed_and_write_text_only(routed: Routed) -> None:

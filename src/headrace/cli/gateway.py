@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -20,10 +19,10 @@ from headrace.cli import (
     gateway_route,
     gateway_templates,
 )
-from headrace.cli.gateway_shared import AsJson, Config, date, opened, read, table
+from headrace.cli.gateway_shared import AsJson, Config, date, read, table, with_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable
 
     from headrace.gateway.config import GatewayConfig
     from headrace.gateway.keys import Keys
@@ -38,7 +37,9 @@ app.command()(gateway_live.upstreams)
 app.add_typer(gateway_cache.app, name="cache")
 app.add_typer(gateway_templates.app, name="templates")
 app.command()(gateway_backup.backup)
+app.command()(gateway_backup.restore)
 
+T = TypeVar("T")
 KeyId = Annotated[str, typer.Argument(metavar="KEY", help="The key's id, as keys list shows it.")]
 
 
@@ -92,8 +93,7 @@ def create(
     from headrace.gateway.keys import check_owner
 
     check_owner(settings, tenant, app)
-    with _keys(settings) as keys:
-        key, secret = keys.create(tenant, name, app)
+    key, secret = _with_keys(settings, lambda keys: keys.create(tenant, name, app))
     print(f"made {key.id} for {tenant}; its secret, shown only now:", file=sys.stderr)
     print(secret)
 
@@ -104,8 +104,7 @@ def list_keys(
     as_json: AsJson = False,
 ) -> None:
     """Show all keys, without their secrets."""
-    with _keys(read(config)) as keys:
-        found = keys.all()
+    found = _with_keys(read(config), lambda keys: keys.all())
     if as_json:
         json.dump([asdict(key) for key in found], sys.stdout, indent=2)
         print()
@@ -128,15 +127,13 @@ def list_keys(
 @keys_app.command()
 def rotate(config: Config, key: KeyId) -> None:
     """Give a key a new secret and print it; the old one ends at once."""
-    with _keys(read(config)) as keys:
-        print(keys.rotate(key))
+    print(_with_keys(read(config), lambda keys: keys.rotate(key)))
 
 
 @keys_app.command()
 def revoke(config: Config, key: KeyId) -> None:
     """End a key for good."""
-    with _keys(read(config)) as keys:
-        keys.revoke(key)
+    _with_keys(read(config), lambda keys: keys.revoke(key))
     print(f"revoked {key}")
 
 
@@ -163,11 +160,11 @@ def usage(
     from headrace.gateway.ledger import usage as sums
 
     since = 0.0 if days is None else time.time() - days * 86_400
-    with opened(settings) as store:
-        if export is not None:
-            print(f"wrote {write(store, export, since=since, tenant=tenant)} requests to {export}")
-            return
-        found = sums(store, by, since=since, tenant=tenant)
+    if export is not None:
+        count = with_store(settings, lambda store: write(store, export, since=since, tenant=tenant))
+        print(f"wrote {count} requests to {export}")
+        return
+    found = with_store(settings, lambda store: sums(store, by, since=since, tenant=tenant))
     if as_json:
         json.dump([asdict(row) for row in found], sys.stdout, indent=2)
         print()
@@ -206,9 +203,7 @@ def usage(
     )
 
 
-@contextlib.contextmanager
-def _keys(settings: GatewayConfig) -> Iterator[Keys]:
+def _with_keys(settings: GatewayConfig, work: Callable[[Keys], Awaitable[T]]) -> T:
     from headrace.gateway.keys import Keys
 
-    with opened(settings) as store:
-        yield Keys(store)
+    return with_store(settings, lambda store: work(Keys(store)))

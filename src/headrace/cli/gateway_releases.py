@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from headrace.cli.gateway_shared import AsJson, Config, date, opened, read, table
+from headrace.cli.gateway_shared import AsJson, Config, date, read, table, with_store
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from headrace.gateway.releases.book import ReleaseBook
     from headrace.gateway.releases.report import Report, Side
     from headrace.gateway.releases.settings import Release
+    from headrace.gateway.releases.state import Event
+    from headrace.gateway.store import Store
 
 app = typer.Typer(
     no_args_is_help=True,
     help="Versions under one name: canaries, A/B tests, promotion and rollback. A running gateway follows.",
 )
+T = TypeVar("T")
 Name = Annotated[str, typer.Argument(metavar="RELEASE", help="A release of CONFIG.")]
 
 
@@ -35,11 +37,14 @@ def list_releases(config: Config, as_json: AsJson = False) -> None:
     from headrace.gateway.releases.book import ReleaseBook
     from headrace.gateway.releases.report import summary
 
-    with opened(settings) as store:
-        rows = [
-            asdict(summary(name, release, ReleaseBook(store).read(name, release)))
+    async def summaries(store: Store) -> list[dict[str, Any]]:
+        book = ReleaseBook(store)
+        return [
+            asdict(summary(name, release, await book.read(name, release)))
             for name, release in settings.releases.items()
         ]
+
+    rows = with_store(settings, summaries)
     if as_json:
         _print_json(rows)
         return
@@ -63,8 +68,7 @@ def start(
     ] = None,
 ) -> None:
     """Give VERSION a share of the requests: a canary that decides by itself, or an A/B test that does not."""
-    with _book(config, release) as (book, settings):
-        event = book.start(release, settings, version, ab)
+    event = _with_book(config, release, lambda book, settings: book.start(release, settings, version, ab))
     print(f"{release}: {version}: {event.what}, {event.detail}")
 
 
@@ -75,17 +79,18 @@ def promote(
     version: Annotated[str | None, typer.Option(help="Not the candidate, but this version.")] = None,
 ) -> None:
     """Give the candidate all requests at once and end its trial."""
-    with _book(config, release) as (book, settings):
-        event = book.promote(release, settings, version)
+    event = _with_book(config, release, lambda book, settings: book.promote(release, settings, version))
     print(f"{release}: {event.version} serves all requests")
 
 
 @app.command()
 def rollback(config: Config, release: Name) -> None:
     """End the trial for the stable version; without a trial, go back to the version before this one."""
-    with _book(config, release) as (book, settings):
-        event = book.roll_back(release, settings)
-        stable = book.read(release, settings).stable
+
+    async def work(book: ReleaseBook, settings: Release) -> tuple[Event, str]:
+        return await book.roll_back(release, settings), (await book.read(release, settings)).stable
+
+    event, stable = _with_book(config, release, work)
     print(f"{release}: {event.version} is rolled back; {stable} serves all requests")
 
 
@@ -94,8 +99,10 @@ def report(config: Config, release: Name, as_json: AsJson = False) -> None:
     """Compare the versions of the trial, or of the last one, and say how sure the differences are."""
     from headrace.gateway.releases.report import report as made
 
-    with _book(config, release) as (book, settings):
-        found = made(release, settings, book.read(release, settings), book.history(release))
+    async def work(book: ReleaseBook, settings: Release) -> Report:
+        return made(release, settings, await book.read(release, settings), await book.history(release))
+
+    found = _with_book(config, release, work)
     if as_json:
         _print_json(asdict(found))
         return
@@ -147,17 +154,15 @@ def _show_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-@contextlib.contextmanager
-def _book(config: Path, name: str) -> Iterator[tuple[ReleaseBook, Release]]:
+def _with_book(config: Path, name: str, work: Callable[[ReleaseBook, Release], Awaitable[T]]) -> T:
     settings = read(config)
     from headrace.gateway.releases.book import ReleaseBook
 
-    found = settings.releases.get(name)
-    if found is None:
+    release = settings.releases.get(name)
+    if release is None:
         known = ", ".join(settings.releases) or "none"
         raise ConfigError(f"{config} has no release {name}; it has: {known}")
-    with opened(settings) as store:
-        yield ReleaseBook(store), found
+    return with_store(settings, lambda store: work(ReleaseBook(store), release))
 
 
 def _cell(value: object) -> str:

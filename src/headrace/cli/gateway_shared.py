@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import datetime
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from headrace.gateway.config import GatewayConfig
     from headrace.gateway.store import Store
 
+T = TypeVar("T")
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The gateway's YAML file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -36,13 +37,19 @@ def read(path: Path, served: Sequence[str] = ()) -> GatewayConfig:
     return read_config(path, served)
 
 
-@contextlib.contextmanager
-def opened(settings: GatewayConfig) -> Iterator[Store]:
-    """The store of a gateway, which may be running."""
-    from headrace.gateway.store import Store
+def with_store(settings: GatewayConfig, work: Callable[[Store], Awaitable[T]]) -> T:
+    """What ``work`` makes of the store of a gateway, which may be running."""
+    from headrace.gateway.store import store_of
 
-    with contextlib.closing(Store(settings.state)) as store:
-        yield store
+    async def opened() -> T:
+        store = store_of(settings)
+        try:
+            await store.open()
+            return await work(store)
+        finally:
+            await store.aclose()
+
+    return asyncio.run(opened())
 
 
 def date(seconds: float | None) -> str:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from headrace.cli.gateway_shared import AsJson, Config, date, opened, read, table
+from headrace.cli.gateway_shared import AsJson, Config, date, read, table, with_store
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable
 
+    from headrace.gateway.config import GatewayConfig
     from headrace.gateway.shaping.settings import Template
     from headrace.gateway.shaping.templates import Templates
+    from headrace.gateway.store import Store
 
+T = TypeVar("T")
 app = typer.Typer(no_args_is_help=True, help="Store prompts by name, list, show, try and remove them.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The template's name.")]
@@ -36,17 +38,15 @@ def put(
     from headrace.yaml_file import read_yaml
 
     template = read_yaml(file, Template)
-    with _templates(config) as templates:
-        _check_name(name)
-        version = templates.put(name, template)
+    _check_name(name)
+    version = _with_templates(read(config), lambda templates: templates.put(name, template))
     print(f"{name}@{version}")
 
 
 @app.command(name="list")
 def list_templates(config: Config, as_json: AsJson = False) -> None:
     """Show the last version of every template, and how much of its text comes before the first variable."""
-    with _templates(config) as templates:
-        found = templates.all()
+    found = _with_templates(read(config), lambda templates: templates.all())
     if as_json:
         rows = [
             {"name": stored.name, "version": stored.version, "created_at": stored.created_at}
@@ -75,8 +75,8 @@ def list_templates(config: Config, as_json: AsJson = False) -> None:
 @app.command()
 def show(config: Config, name: Name, version: Version = None) -> None:
     """Print a template as it may be put again."""
-    with _templates(config) as templates:
-        print(json.dumps(_plain(templates.get(name, version).template), indent=2, ensure_ascii=False))
+    stored = _with_templates(read(config), lambda templates: templates.get(name, version))
+    print(json.dumps(_plain(stored.template), indent=2, ensure_ascii=False))
 
 
 @app.command()
@@ -98,20 +98,22 @@ def render(
             raise ConfigError(f"--set {given}: write it like --set {given}=TEXT")
         values[variable] = text
     settings = read(config)
-    with _templates(config) as templates:
-        stored = templates.get(name, version)
+
+    async def filled(templates: Templates) -> dict[str, object]:
+        stored = await templates.get(name, version)
         tenant = min(stored.template.tenants or {""})
         body: dict[str, object] = {"prompt": {"id": name, "version": stored.version, "variables": values}}
         most = settings.max_body_mib * 2**20
-        fill(templates, body, chat=stored.template.text is None, tenant=tenant, most_bytes=most)
-    print(json.dumps(body, indent=2, ensure_ascii=False))
+        await fill(templates, body, chat=stored.template.text is None, tenant=tenant, most_bytes=most)
+        return body
+
+    print(json.dumps(_with_templates(settings, filled), indent=2, ensure_ascii=False))
 
 
 @app.command()
 def remove(config: Config, name: Name) -> None:
     """Forget all versions of a template. One that CONFIG declares comes back."""
-    with _templates(config) as templates:
-        gone = templates.remove(name)
+    gone = _with_templates(read(config), lambda templates: templates.remove(name))
     print(f"forgot {gone} {'version' if gone == 1 else 'versions'} of {name}")
 
 
@@ -132,13 +134,13 @@ def _check_name(name: str) -> None:
         ) from None
 
 
-@contextlib.contextmanager
-def _templates(config: Path) -> Iterator[Templates]:
-    """The templates of a gateway, which may be running; those that its file declares are there."""
-    settings = read(config)
+def _with_templates(settings: GatewayConfig, work: Callable[[Templates], Awaitable[T]]) -> T:
+    """What ``work`` makes of a gateway's templates, those that its file declares included."""
     from headrace.gateway.shaping.templates import Templates
 
-    with opened(settings) as store:
+    async def declared(store: Store) -> T:
         templates = Templates(store)
-        templates.declare(settings)
-        yield templates
+        await templates.declare(settings)
+        return await work(templates)
+
+    return with_store(settings, declared)

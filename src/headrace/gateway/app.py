@@ -17,6 +17,7 @@ from headrace.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
+    StateError,
 )
 from headrace.gateway import feedback, pipeline
 from headrace.gateway.authenticate import authenticate
@@ -198,7 +199,7 @@ class GatewayApp:
         context = RequestContext(own_id, "chat/completions", request.headers, body, time.monotonic())
         await authenticate(self._gateway, context)
         given = feedback.read_feedback(body)
-        feedback.give(self._gateway, context.tenant, given)
+        await feedback.give(self._gateway, context.tenant, given)
         told = {"object": "feedback", "request_id": given.request_id, "score": given.score}
         await self._json(told, request, send)
 
@@ -214,6 +215,10 @@ class GatewayApp:
             upstreams = self._gateway.upstreams.values()
             if not any(upstream.health.share() > 0 and not upstream.drained for upstream in upstreams):
                 phase = "no upstream"
+            try:
+                await self._gateway.store.now()
+            except StateError:
+                phase = "no state"
             status = 200 if phase == "ok" else 503
         await self._json({"status": phase}, request, send, status)
 

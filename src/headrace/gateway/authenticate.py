@@ -20,7 +20,7 @@ OWN_TENANT = "(gateway)"
 
 
 async def authenticate(gateway: Gateway, context: RequestContext) -> None:
-    """Fill in tenant, app, key and their limits. Raises AuthenticationError or NotAllowedError."""
+    """Fill in tenant, app, key and limits. Raises AuthenticationError, NotAllowedError or StateError."""
     config = gateway.config
     if config.authentication == "none":
         tenant = config.tenants.get(OPEN_TENANT, Tenant())
@@ -28,7 +28,7 @@ async def authenticate(gateway: Gateway, context: RequestContext) -> None:
         context.tenant, context.scopes = OPEN_TENANT, (Scope(f"tenant:{OPEN_TENANT}", tenant.limits),)
         return
     scheme, _, secret = context.headers.get("authorization", "").partition(" ")
-    key = gateway.keys.find(secret.strip()) if scheme.lower() == "bearer" else None
+    key = await gateway.keys.find(secret.strip()) if scheme.lower() == "bearer" else None
     if key is None:
         raise AuthenticationError(
             "the API key is missing, wrong or revoked; send it as `Authorization: Bearer hr-…`"

@@ -239,10 +239,11 @@ class EmbeddingsSettings(Strict):
 class GatewayConfig(Strict):
     """The whole file. ``default_output_tokens`` is reserved for requests that name no maximum.
 
-    Without ``upstreams`` it is for `headrace serve --gateway`, which is one itself. ``classifier``: a file of
-    `headrace gateway route train`, which tells intents in place of the shipped one. ``documents``: plans by
-    name. ``templates``: each becomes a new version of what is stored under its name, if it says something
-    else.
+    Without ``upstreams`` it is for `headrace serve --gateway`, which is one itself. ``store``: a Redis that
+    several gateways share, in the place of a file in ``state``, where the caches stay; its password is in the
+    variable ``store_password_env``. ``classifier``: a file of `headrace gateway route train`, which tells
+    intents in place of the shipped one. ``documents``: plans by name. ``templates``: each becomes a new
+    version of what is stored under its name, if it says something else.
     """
 
     upstreams: dict[Name, UpstreamConfig] = Field(default_factory=dict)
@@ -255,6 +256,8 @@ class GatewayConfig(Strict):
     admin: Admin | None = None
     authentication: Literal["keys", "none"] = "keys"
     state: Path = Path("gateway-state")
+    store: str | None = None
+    store_password_env: Variable | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     request_timeout_s: Positive = 600.0
@@ -271,6 +274,27 @@ class GatewayConfig(Strict):
     documents: dict[Name, DocumentPlan] = Field(default_factory=dict)
     batching: Batching | None = None
     tokenization: Tokenization | None = None
+
+    @field_validator("store")
+    @classmethod
+    def _redis(cls, store: str | None) -> str | None:
+        parts = urlsplit(store or "redis://localhost")
+        if parts.password is not None:
+            raise ValueError("a password does not belong here: name its variable as store_password_env")
+        number = parts.path.removeprefix("/")
+        if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError("write the store's address like redis://127.0.0.1:6379/0, or rediss:// with TLS")
+        if number and not re.fullmatch(r"[0-9]{1,4}", number):
+            raise ValueError(f"{number} is no number of a Redis database, such as 0")
+        _ = parts.port  # raises ValueError for what is none
+        return store
+
+    @property
+    def store_password(self) -> str | None:
+        """Of the Redis. Raises ConfigError as :func:`secret` does."""
+        if self.store is None or self.store_password_env is None:
+            return None
+        return secret(self.store_password_env, f"the password of {self.store}")
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:

@@ -49,7 +49,7 @@ async def decide(gateway: Gateway, context: RequestContext) -> None:
             context.body.pop("max_tokens", None)  # it is our own, and the model's may be lower
         read_output(gateway, context)
         assert context.reservation is not None
-        gateway.quotas.extend(context.reservation, context.model_scopes)
+        await gateway.quotas.extend(context.reservation, context.model_scopes)
     gateway.metrics.intent_seconds.observe(time.perf_counter() - began)
 
 

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, StateError
 from headrace.gateway.ledger import Entry
-from headrace.gateway.store import Store
+
+if TYPE_CHECKING:
+    from headrace.gateway.store import Store
 
 _BATCH = 10_000  # rows in memory, and in a row group of Parquet's
 _TYPES = {"float": "float64", "float | None": "float64", "int": "int64", "bool": "bool_"}
@@ -22,7 +24,7 @@ _TYPES = {"float": "float64", "float | None": "float64", "int": "int64", "bool":
 Row = tuple[Any, ...]
 
 
-def export(store: Store, path: Path, *, since: float = 0.0, tenant: str | None = None) -> int:
+async def export(store: Store, path: Path, *, since: float = 0.0, tenant: str | None = None) -> int:
     """Write the rows from ``since`` (seconds since 1970) on, oldest first, and return how many.
 
     The ending says as what. Raises ConfigError if it is unknown, or the ledger or a library is missing.
@@ -40,10 +42,10 @@ def export(store: Store, path: Path, *, since: float = 0.0, tenant: str | None =
     if tenant is not None:
         where += " AND tenant = ?"
     try:
-        rows = store.db.execute(f"SELECT {names} FROM ledger WHERE {where} ORDER BY id", values)
-        return writer(path, rows)
-    except sqlite3.Error as error:
-        raise ConfigError(f"the ledger in {store.path} cannot be read: {error}") from None
+        async with store.ledger(since) as db:
+            return writer(path, db.execute(f"SELECT {names} FROM ledger WHERE {where} ORDER BY id", values))
+    except (sqlite3.Error, StateError) as error:
+        raise ConfigError(f"the ledger in {store.where} cannot be read: {error}") from None
 
 
 @contextmanager

@@ -45,10 +45,10 @@ def read_feedback(body: bytes) -> Feedback:
     return Feedback(request, float(score))
 
 
-def give(gateway: Gateway, tenant: str, feedback: Feedback) -> None:
+async def give(gateway: Gateway, tenant: str, feedback: Feedback) -> None:
     """Keep a score. Raises NotFoundError if the tenant has had no such request, and InvalidRequestError if it
     has its score.
     """
-    answered = ledger.score(gateway.store, tenant, feedback.request_id, feedback.score)
+    answered = await ledger.score(gateway.store, tenant, feedback.request_id, feedback.score)
     if answered.release:
         gateway.releases.scored(answered.release, answered.version, answered.ended_at, feedback.score)

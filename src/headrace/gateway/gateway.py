@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, StateError
 from headrace.gateway.admit import Admissions
 from headrace.gateway.answers import AnswerCache
 from headrace.gateway.balance import Affinity
@@ -23,11 +22,12 @@ from headrace.gateway.quotas import LEASE_S, Quotas
 from headrace.gateway.relay import RetryBudget
 from headrace.gateway.releases.controller import Releases
 from headrace.gateway.semantic import SemanticCache
+from headrace.gateway.settlements import Settlements
 from headrace.gateway.shaping.flights import Flights
 from headrace.gateway.shaping.gather import Batches
 from headrace.gateway.shaping.templates import Templates
 from headrace.gateway.shaping.tokens import TokenCounts
-from headrace.gateway.store import Store
+from headrace.gateway.store import store_of
 from headrace.gateway.upstream import Target, Upstream, targets_of
 from headrace.observe.logs import logger
 
@@ -57,7 +57,7 @@ class Gateway:
         """``path``: the file that ``config`` was read from, for it to be read again. ``local``: the server in
         this process.
 
-        Raises ConfigError for state that cannot be used and API keys missing in the environment.
+        Raises ConfigError for caches that cannot be used and secrets missing in the environment.
         """
         if not config.upstreams:
             raise ConfigError(
@@ -68,18 +68,19 @@ class Gateway:
         self.local = local
         self.log: FilteringBoundLogger = log or logger()
         self.phase: Phase = "ok"
+        self.reloading = asyncio.Lock()
         self.upstreams = {
             name: Upstream(name, settings, config.health, local)
             for name, settings in config.upstreams.items()
         }
         self._leaving: list[Upstream] = []  # removed from the configuration, with requests in hand
         self.targets: dict[str, tuple[Target, ...]] = targets_of(config, self.upstreams)
-        self.store = Store(config.state)
+        self.store = store_of(config)
         self.keys = Keys(self.store)
         self.quotas = Quotas(self.store)
+        self.settlements = Settlements(self.quotas, self.log)
         self.cache = AnswerCache(config.state, config.cache) if config.cache.enabled else None
         self.templates = Templates(self.store)
-        self.templates.declare(config)
         self.flights = Flights()
         self.batches = Batches(self)
         self.token_counts = TokenCounts(self)
@@ -88,8 +89,8 @@ class Gateway:
         self.admissions = Admissions(config.admission)
         self.affinity = Affinity()
         self.retry_budget = RetryBudget(config.retries.budget)
-        self.metrics = Metrics(self._all_upstreams, self.admissions)
-        self.releases = Releases(self.store, config.releases, self.metrics, self.log)
+        self.metrics = Metrics(self._all_upstreams, self.admissions, self.settlements)
+        self.releases = Releases(self.store, self.metrics, self.log)
         self.embedder, self.semantic = self._embedding(config)
         self._session: aiohttp.ClientSession | None = None
         self._beside: set[asyncio.Task[None]] = set()
@@ -102,8 +103,20 @@ class Gateway:
         return self._session
 
     async def __aenter__(self) -> Gateway:
+        """Raises ConfigError for state that cannot be used, or does not go with the configured releases."""
+        try:
+            await self.store.open()
+            self.releases.configure(self.config.releases, await self.releases.read(self.config.releases))
+            await self.templates.declare(self.config)
+        except BaseException:
+            await self._close_state()
+            raise
         self._session = self._new_session()
-        for work in (self._renew_leases(), self.releases.keep_deciding()):
+        for work in (
+            self._renew_leases(),
+            self.releases.keep_deciding(),
+            self.settlements.keep_trying(),
+        ):
             self._beside.add(asyncio.create_task(work))
         self._probe()
         return self
@@ -119,31 +132,37 @@ class Gateway:
         await self.session.close()
         if self.local is not None:
             await self.local.aclose()
+        await self.settlements.aclose()
+        await self._close_state()
+
+    async def _close_state(self) -> None:
         if self.cache is not None:
             self.cache.close()
-        self.store.close()
+        await self.store.aclose()
 
-    def reload(self, config: GatewayConfig) -> None:
+    async def reload(self, config: GatewayConfig) -> None:
         """Go by another configuration from the next request on. Those under way end as they began.
 
         Raises ConfigError, and stays as it was, if something in it needs a restart, an API key is missing, or
-        it lacks a version that a release needs, or a classifier that can be read.
+        it lacks a version that a release needs, or a classifier that can be read; StateError if the store
+        cannot be asked for that.
         """
         if not config.upstreams:
             raise ConfigError("`upstreams` are missing: name one at least")
-        for name in ("state", "host", "port", "admin"):
+        for name in ("state", "store", "store_password_env", "host", "port", "admin"):
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(f"`{name}` cannot change while the gateway runs: restart it for that")
         if config.cache.enabled != self.config.cache.enabled:
             raise ConfigError("`cache.enabled` cannot change while the gateway runs: restart it for that")
+        found = await self.releases.read(config.releases)
         routes = policies(config)
         fresh = {name: Upstream(name, at, config.health, self.local) for name, at in config.upstreams.items()}
         old, new = (self.embedder, self.semantic), (self.embedder, self.semantic)
         if (config.embeddings, config.cache) != (self.config.embeddings, self.config.cache):
             new = self._embedding(config)
-        self.templates.declare(config)
-        self.releases.configure(config.releases)
-        # from here on nothing can fail
+        await self.templates.declare(config)
+        # from here on nothing can fail, or is waited for: requests see one configuration or the other
+        self.releases.configure(config.releases, found)
         self.routes = routes
         before, grows = self.upstreams, self._most_connections(fresh) > self._most_connections(self.upstreams)
         self.upstreams = {name: _successor(before.get(name), new) for name, new in fresh.items()}
@@ -244,8 +263,8 @@ class Gateway:
     async def _renew_leases(self) -> None:
         while True:
             await asyncio.sleep(LEASE_S / 3)
-            with contextlib.suppress(sqlite3.Error):  # the next time is in time still
-                self.quotas.renew()
+            with contextlib.suppress(StateError):  # the next time is in time still
+                await self.quotas.renew()
 
 
 async def _close(semantic: SemanticCache | None, embedder: Embedder | None) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from headrace.errors import ConfigError, NotFoundError
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.store import Store
+
+if TYPE_CHECKING:
+    from headrace.gateway.store import Store
 
 _SECRET = re.compile(r"hr-[A-Za-z0-9_-]{43}")
 
@@ -26,9 +28,6 @@ class Key:
     created_at: float
     rotated_at: float | None
     revoked_at: float | None
-
-
-_COLUMNS = "id, tenant, app, name, created_at, rotated_at, revoked_at"
 
 
 def check_owner(config: GatewayConfig, tenant: str, app: str) -> None:
@@ -48,53 +47,41 @@ class Keys:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def create(self, tenant: str, name: str = "", app: str = "") -> tuple[Key, str]:
+    async def create(self, tenant: str, name: str = "", app: str = "") -> tuple[Key, str]:
         """A new key and its secret, which nobody can read again. ``app``: of the tenant's, if it is one's."""
-        key = Key(f"key_{secrets.token_hex(6)}", tenant, app, name, time.time(), None, None)
+        key_id = f"key_{secrets.token_hex(6)}"
+        key = Key(key_id, tenant, app, name, await self._store.now(), None, None)
         secret = _new_secret()
-        with self._store.transaction() as db:
-            db.execute(
-                "INSERT INTO keys (id, secret_hash, tenant, app, name, created_at) VALUES (?, ?, ?, ?, ?, ?)",
-                (key.id, _hash(secret), key.tenant, key.app, key.name, key.created_at),
-            )
+        await self._store.add_key(key, _hash(secret))
         return key, secret
 
-    def rotate(self, key_id: str) -> str:
+    async def rotate(self, key_id: str) -> str:
         """A new secret for the key; the old one ends at once. Raises NotFoundError if there is no key."""
         secret = _new_secret()
-        self._change(key_id, "secret_hash = ?, rotated_at = ?", (_hash(secret), time.time()))
+        if not await self._store.rotate_key(key_id, _hash(secret), await self._store.now()):
+            raise _no_key(key_id)
         return secret
 
-    def revoke(self, key_id: str) -> None:
+    async def revoke(self, key_id: str) -> None:
         """End a key for good. Raises NotFoundError if there is no such key."""
-        self._change(key_id, "revoked_at = ?", (time.time(),))
+        if not await self._store.revoke_key(key_id, await self._store.now()):
+            raise _no_key(key_id)
 
-    def all(self) -> list[Key]:
+    async def all(self) -> list[Key]:
         """Every key that was ever made, oldest first."""
-        rows = self._store.db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY created_at")
-        return [Key(*row) for row in rows]
+        return await self._store.all_keys()
 
-    def find(self, secret: str) -> Key | None:
+    async def find(self, secret: str) -> Key | None:
         """The key with this secret, unless it is revoked.
 
         Looked up by its hash, so that how long this takes teaches nothing. A fast hash is enough, because
         secrets are 256 random bits.
         """
-        if not _SECRET.fullmatch(secret):
-            return None
-        query = f"SELECT {_COLUMNS} FROM keys WHERE secret_hash = ? AND revoked_at IS NULL"
-        row = self._store.db.execute(query, (_hash(secret),)).fetchone()
-        return None if row is None else Key(*row)
+        return await self._store.find_key(_hash(secret)) if _SECRET.fullmatch(secret) else None
 
-    def _change(self, key_id: str, change: str, values: tuple[object, ...]) -> None:
-        with self._store.transaction() as db:
-            done = db.execute(
-                f"UPDATE keys SET {change} WHERE id = ? AND revoked_at IS NULL", (*values, key_id)
-            )
-            if not done.rowcount:
-                raise NotFoundError(
-                    f"there is no key {key_id} that works; `headrace gateway keys list` shows all"
-                )
+
+def _no_key(key_id: str) -> NotFoundError:
+    return NotFoundError(f"there is no key {key_id} that works; `headrace gateway keys list` shows all")
 
 
 def _new_secret() -> str:

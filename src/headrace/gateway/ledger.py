@@ -6,14 +6,15 @@ Of a document that was read in parts, there is one more for each part.
 from __future__ import annotations
 
 import sqlite3
-import time
 from dataclasses import astuple, dataclass, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from headrace.errors import ConfigError, InvalidRequestError, NotFoundError
+from headrace.errors import ConfigError, InvalidRequestError, NotFoundError, StateError
 from headrace.gateway.quotas import NANO
 from headrace.gateway.resume import How
-from headrace.gateway.store import Store
+
+if TYPE_CHECKING:
+    from headrace.gateway.store import Store
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
 CacheUse = Literal["hit", "semantic-hit", "merged", "partial-hit", "miss", "off"]
@@ -96,29 +97,25 @@ class Answered:
     ended_at: float
 
 
-def score(store: Store, tenant: str, request: str, score: float) -> Answered:
+async def score(store: Store, tenant: str, request: str, score: float) -> Answered:
     """Keep what an answer was worth, 0 to 1. ``request``: its id; of those with the same id, the last.
 
     Raises NotFoundError if no such request of the tenant's has ended, InvalidRequestError if it was scored.
     """
-    with store.transaction() as db:
-        row = db.execute(
-            "SELECT id, release, version, ended_at FROM ledger WHERE request = ? AND tenant = ? "
-            "ORDER BY id DESC LIMIT 1",
-            (request, tenant),
-        ).fetchone()
-        if row is None:
-            raise NotFoundError(
-                "no request with this id has ended here; send the x-request-id of one of your answers",
-                param="request_id",
-            )
-        try:
-            db.execute("INSERT INTO feedback VALUES (?, ?, ?)", (row[0], time.time(), score))
-        except sqlite3.IntegrityError:
-            error = InvalidRequestError("this request has its score already", param="request_id")
-            error.status, error.code = 409, "already_scored"
-            raise error from None
-    return Answered(*row[1:])
+    answered = await store.score(tenant, request, score)
+    if answered is None:
+        raise NotFoundError(
+            "no request with this id has ended here; send the x-request-id of one of your answers",
+            param="request_id",
+        )
+    return answered
+
+
+def already_scored() -> InvalidRequestError:
+    """What stores raise where a request has its score."""
+    error = InvalidRequestError("this request has its score already", param="request_id")
+    error.status, error.code = 409, "already_scored"
+    return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +141,7 @@ class Sum:
     saved_by_routing_usd: float
 
 
-def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None) -> list[Sum]:
+async def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None) -> list[Sum]:
     """Sums over the ledger from ``since`` (seconds since 1970) on, the dearest group first."""
     baseline = "COALESCE(baseline_nano_usd, nano_usd)"  # rows from before it was kept are their own
     answered = f"cache IN ({_FREE})"
@@ -155,15 +152,16 @@ def usage(store: Store, by: By, *, since: float = 0.0, tenant: str | None = None
         where += " AND tenant = ?"
         values.append(tenant)
     try:
-        rows = store.db.execute(
-            f"""SELECT {column}, SUM(part = 0), SUM(outcome = 'failed' AND part = 0),
-                SUM({answered} AND part = 0), SUM(prompt_tokens),
-                SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0,
-                SUM({baseline}) / {NANO}.0, SUM(({baseline} - nano_usd) * ({answered})) / {NANO}.0,
-                SUM(({baseline} - nano_usd) * NOT ({answered})) / {NANO}.0
-                FROM ledger WHERE {where} GROUP BY 1 ORDER BY SUM(nano_usd) DESC, 1""",
-            values,
-        ).fetchall()
-    except sqlite3.Error as error:
-        raise ConfigError(f"the ledger in {store.path} cannot be read: {error}") from None
+        async with store.ledger(since) as db:
+            rows = db.execute(
+                f"""SELECT {column}, SUM(part = 0), SUM(outcome = 'failed' AND part = 0),
+                    SUM({answered} AND part = 0), SUM(prompt_tokens),
+                    SUM(cached_tokens), SUM(completion_tokens), SUM(nano_usd) / {NANO}.0,
+                    SUM({baseline}) / {NANO}.0, SUM(({baseline} - nano_usd) * ({answered})) / {NANO}.0,
+                    SUM(({baseline} - nano_usd) * NOT ({answered})) / {NANO}.0
+                    FROM ledger WHERE {where} GROUP BY 1 ORDER BY SUM(nano_usd) DESC, 1""",
+                values,
+            ).fetchall()
+    except (sqlite3.Error, StateError) as error:
+        raise ConfigError(f"the ledger in {store.where} cannot be read: {error}") from None
     return [Sum(*row) for row in rows]

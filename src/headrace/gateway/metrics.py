@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from headrace.gateway.admit import Admissions
+    from headrace.gateway.settlements import Settlements
     from headrace.gateway.upstream import Upstream
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -19,7 +20,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 class Metrics:
     """The collectors of one gateway."""
 
-    def __init__(self, upstreams: Callable[[], Iterable[Upstream]], admissions: Admissions) -> None:
+    def __init__(
+        self, upstreams: Callable[[], Iterable[Upstream]], admissions: Admissions, settlements: Settlements
+    ) -> None:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -85,7 +88,7 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.registry.register(_Now(upstreams, admissions))
+        self.registry.register(_Now(upstreams, admissions, settlements))
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -95,14 +98,18 @@ class Metrics:
 class _Now(Collector):
     """Reads what is under way when asked; holds no counts of its own."""
 
-    def __init__(self, upstreams: Callable[[], Iterable[Upstream]], admissions: Admissions) -> None:
+    def __init__(
+        self, upstreams: Callable[[], Iterable[Upstream]], admissions: Admissions, settlements: Settlements
+    ) -> None:
         self._upstreams = upstreams
         self._admissions = admissions
+        self._settlements = settlements
 
     def collect(self) -> Iterator[Metric]:
         for name, text, value in (
             ("requests_running", "Requests that were admitted and have not ended.", self._admissions.running),
             ("requests_waiting", "Requests that wait for admission.", self._admissions.waiting),
+            ("settlements_waiting", "Ended requests that are to be written.", self._settlements.waiting),
         ):
             yield GaugeMetricFamily(f"headrace_gateway_{name}", text, value)
         requests = _gauge("upstream_requests", "Requests that an upstream works on.")

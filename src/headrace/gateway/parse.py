@@ -45,7 +45,9 @@ async def parse(gateway: Gateway, context: RequestContext) -> None:
     name = _INPUTS[context.route]
     if context.route != "embeddings" and isinstance(body.get("prompt"), dict):
         chat, most = context.route == "chat/completions", gateway.config.max_body_mib * 2**20
-        context.template = fill(gateway.templates, body, chat=chat, tenant=context.tenant, most_bytes=most)
+        context.template = await fill(
+            gateway.templates, body, chat=chat, tenant=context.tenant, most_bytes=most
+        )
     if not isinstance(body.get(name), list if name == "messages" else (str, list)) or not body[name]:
         kinds = "a list of messages" if name == "messages" else "a string or a list"
         raise InvalidRequestError(f"`{name}`: {kinds} is needed, and it must not be empty", param=name)

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 
 async def reserve(gateway: Gateway, context: RequestContext) -> None:
-    """Fill in the reservation. Raises LimitError, BudgetError, or InvalidRequestError for what never fits."""
+    """Fill in the reservation. Raises LimitError, BudgetError, InvalidRequestError for what never fits, and
+    StateError where nothing can be reserved, or what was used could not be kept.
+    """
     scopes = (*context.scopes, *context.model_scopes)
     most = Usage(context.prompt_tokens, context.output_tokens)
     dearest = max(cost(target.served.price, most) for target in context.candidates)
-    context.reservation = gateway.quotas.reserve(unique_id("hold"), scopes, most.total, dearest)
+    gateway.settlements.check()
+    context.reservation = await gateway.quotas.reserve(unique_id("hold"), scopes, most.total, dearest)

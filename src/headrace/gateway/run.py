@@ -10,7 +10,7 @@ import signal
 import socket
 from collections.abc import Callable
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, StateError
 from headrace.gateway.app import GatewayApp
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.reload import reload
@@ -58,7 +58,7 @@ def reload_on_hangup(gateway: Gateway) -> None:
     reloads: set[asyncio.Task[None]] = set()
 
     async def reload_quietly() -> None:
-        with contextlib.suppress(ConfigError):  # which is logged
+        with contextlib.suppress(ConfigError, StateError):  # which is logged
             await reload(gateway)
 
     def on_hangup() -> None:

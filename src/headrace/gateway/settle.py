@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from typing import TYPE_CHECKING, Any
 
 from headrace.gateway.authenticate import OWN_TENANT
 from headrace.gateway.cache import keep
-from headrace.gateway.ledger import FREE, Entry, append
+from headrace.gateway.ledger import FREE, Entry
+from headrace.gateway.settlements import Settlement
 from headrace.gateway.usage import Usage, cost
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 async def settle(gateway: Gateway, context: RequestContext) -> None:
-    """Settle once, however often it is called. Nothing in here waits: cancellation cannot cut it in two.
+    """Settle once, however often it is called. Only the store is waited for; what is cancelled meanwhile is
+    written later (:mod:`headrace.gateway.settlements`).
 
     A request whose computation goes on for others is settled when that ends. A part of a document is settled
     with its request, which is told of it here.
@@ -32,9 +33,7 @@ async def settle(gateway: Gateway, context: RequestContext) -> None:
             context.whole.parts.append(entry)
             _count_tokens(gateway, entry)
         elif context.reservation is not None:
-            _record(gateway, context)
-    except sqlite3.Error as error:
-        gateway.log.error("settlement failed", request_id=context.id, error=str(error))
+            await _record(gateway, context)
     finally:
         gateway.releases.note(context)
         if context.admitted:
@@ -42,18 +41,13 @@ async def settle(gateway: Gateway, context: RequestContext) -> None:
         keep(gateway, context)
 
 
-def _record(gateway: Gateway, context: RequestContext) -> None:
+async def _record(gateway: Gateway, context: RequestContext) -> None:
     assert context.reservation is not None
     entry = _entry(gateway, context)
     rows = [*context.parts, entry]
     tokens = sum(row.charged_tokens for row in rows)
     context.nano_usd = sum(row.nano_usd for row in rows)
 
-    def write(db: sqlite3.Connection) -> None:
-        for row in rows:
-            append(db, row)
-
-    gateway.quotas.settle(context.reservation, tokens, context.nano_usd, write)
     metrics = gateway.metrics
     metrics.requests.labels(context.tenant, context.model, context.outcome).inc()
     if context.release:
@@ -66,6 +60,7 @@ def _record(gateway: Gateway, context: RequestContext) -> None:
         metrics.routed.labels(name, entry.intent, context.choice.model, entry.reason).inc()
         if judgement is not None and judgement.seen == "features":
             metrics.no_embedding.labels(name).inc()
+    await gateway.settlements.settle(Settlement(context.reservation, tokens, context.nano_usd, tuple(rows)))
 
 
 def _count_tokens(gateway: Gateway, entry: Entry) -> None:

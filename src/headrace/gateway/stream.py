@@ -11,6 +11,7 @@ from headrace.errors import HeadraceError, UpstreamError
 from headrace.gateway.ask import LOOK_S, AttemptError, ask, is_cut, may_try_again, read_some
 from headrace.gateway.balance import balance
 from headrace.gateway.resume import Continuation, Progress, continuation, is_resumable
+from headrace.gateway.settle import settle
 from headrace.gateway.sse import DONE, EventFilter
 from headrace.gateway.usage import Usage
 from headrace.web.errors import error_event
@@ -78,6 +79,8 @@ class RelayedStream:
             if problem is None and not self._filter.complete:
                 problem = self._filter.error or "the upstream's stream ended before the answer did"
             if problem is None:
+                self._note_end()
+                await settle(self._gateway, self._context)  # who has all of an answer finds it in the ledger
                 yield events + DONE
                 return
             if events:  # what came before the break is good, and another upstream may take its time
@@ -193,8 +196,7 @@ class RelayedStream:
 
     async def aclose(self) -> None:
         """Let go of the upstream, and note what was used."""
-        context, response = self._context, self._response
-        context.first_token_at = self._filter.first_token_at
+        response = self._response
         if self._filter.complete and not self._at_end and response is not None:
             # Only once: reading what was let go raises an exception, of which aiohttp has but one, and
             # its traceback would keep this stream, and all others that did so, for ever.
@@ -208,13 +210,20 @@ class RelayedStream:
         if self._filter.complete and response is not None:
             response.release()
             self._work.end()
-            context.recorded = self._filter.record
-            context.outcome = "ok"
             self._target.upstream.health.succeeded()
         else:
             self._let_go()
-            if self._filter.error is None:
-                context.outcome = "cancelled"
+        self._note_end()
+
+    def _note_end(self) -> None:
+        """How it ended, and what was used."""
+        context = self._context
+        context.first_token_at = self._filter.first_token_at
+        if self._filter.complete and self._response is not None:
+            context.recorded = self._filter.record
+            context.outcome = "ok"
+        elif self._filter.error is None:
+            context.outcome = "cancelled"
         context.usage = self._filter.usage or Usage(
             context.prompt_tokens, self._filter.num_tokens, estimated=True
         )

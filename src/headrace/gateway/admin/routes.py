@@ -60,28 +60,28 @@ async def list_keys(
     gateway: TheGateway, tenant: Annotated[str | None, Query(max_length=128)] = None
 ) -> list[schemas.KeyInfo]:
     """All keys that were ever made, of one tenant or of all."""
-    return [_info(key) for key in gateway.keys.all() if tenant in (None, key.tenant)]
+    return [_info(key) for key in await gateway.keys.all() if tenant in (None, key.tenant)]
 
 
 @router.post("/keys", status_code=201)
 async def create_key(gateway: TheGateway, asked: schemas.NewKey) -> schemas.KeySecret:
     """Make a key. Its secret is told only now."""
     check_owner(gateway.config, asked.tenant, asked.app)
-    key, secret = gateway.keys.create(asked.tenant, asked.name, asked.app)
+    key, secret = await gateway.keys.create(asked.tenant, asked.name, asked.app)
     return schemas.KeySecret(id=key.id, secret=secret)
 
 
 @router.post("/keys/{key}/rotate")
 async def rotate_key(gateway: TheGateway, key: Name) -> schemas.KeySecret:
     """Give a key a new secret; the old one ends at once."""
-    return schemas.KeySecret(id=key, secret=gateway.keys.rotate(key))
+    return schemas.KeySecret(id=key, secret=await gateway.keys.rotate(key))
 
 
 @router.delete("/keys/{key}")
 async def revoke_key(gateway: TheGateway, key: Name) -> schemas.KeyInfo:
     """End a key for good."""
-    gateway.keys.revoke(key)
-    return _info(next(known for known in gateway.keys.all() if known.id == key))
+    await gateway.keys.revoke(key)
+    return _info(next(known for known in await gateway.keys.all() if known.id == key))
 
 
 @router.get("/tenants")
@@ -92,10 +92,10 @@ async def list_tenants(gateway: TheGateway) -> list[schemas.TenantUse]:
             tenant=name,
             weight=tenant.weight,
             waiting=gateway.admissions.waiting_of(name),
-            use=_use(gateway, f"tenant:{name}", tenant.limits),
-            apps=[_use(gateway, app_scope(name, app), of.limits) for app, of in tenant.apps.items()],
+            use=await _use(gateway, f"tenant:{name}", tenant.limits),
+            apps=[await _use(gateway, app_scope(name, app), of.limits) for app, of in tenant.apps.items()],
             models=[
-                _use(gateway, share_scope(name, model), limits)
+                await _use(gateway, share_scope(name, model), limits)
                 for model, limits in tenant.model_limits.items()
             ],
         )
@@ -112,7 +112,7 @@ async def usage(
 ) -> list[schemas.UsageSum]:
     """Sums over the ledger, the dearest group first."""
     since = 0.0 if days is None else time.time() - days * 86_400
-    found = ledger.usage(gateway.store, by, since=since, tenant=tenant)
+    found = await ledger.usage(gateway.store, by, since=since, tenant=tenant)
     return [schemas.UsageSum(**asdict(row)) for row in found]
 
 
@@ -120,7 +120,7 @@ async def usage(
 async def list_releases(gateway: TheGateway) -> list[schemas.ReleaseInfo]:
     """All releases: what serves, and what is on trial."""
     releases = gateway.releases
-    releases.tick()
+    await releases.tick()
     return [schemas.ReleaseInfo(**asdict(summary(name, *releases[name]))) for name in gateway.config.releases]
 
 
@@ -128,29 +128,32 @@ async def list_releases(gateway: TheGateway) -> list[schemas.ReleaseInfo]:
 async def show_release(gateway: TheGateway, name: Name) -> Report:
     """The trial under way, or the last one, with its tests and the release's history."""
     release = _release(gateway, name)
-    gateway.releases.tick()
-    return report(name, release, gateway.releases[name][1], gateway.releases.book.history(name))
+    await gateway.releases.tick()
+    history = await gateway.releases.book.history(name)
+    return report(name, release, gateway.releases[name][1], history)
 
 
 @router.post("/releases/{name:path}/start")
 async def start(gateway: TheGateway, name: Name, asked: schemas.Start) -> schemas.ReleaseEvent:
     """Begin a canary, or an A/B test."""
     release = _release(gateway, name)
-    return _done(gateway, name, gateway.releases.book.start(name, release, asked.version, asked.ab))
+    return await _done(
+        gateway, name, await gateway.releases.book.start(name, release, asked.version, asked.ab)
+    )
 
 
 @router.post("/releases/{name:path}/promote")
 async def promote(gateway: TheGateway, name: Name, asked: schemas.Promote) -> schemas.ReleaseEvent:
     """Give the candidate, or the version named, all requests at once."""
     release = _release(gateway, name)
-    return _done(gateway, name, gateway.releases.book.promote(name, release, asked.version))
+    return await _done(gateway, name, await gateway.releases.book.promote(name, release, asked.version))
 
 
 @router.post("/releases/{name:path}/rollback")
 async def roll_back(gateway: TheGateway, name: Name) -> schemas.ReleaseEvent:
     """End the trial for the stable version; without one, go back to the version before."""
     release = _release(gateway, name)
-    return _done(gateway, name, gateway.releases.book.roll_back(name, release))
+    return await _done(gateway, name, await gateway.releases.book.roll_back(name, release))
 
 
 @router.get("/upstreams")
@@ -184,7 +187,7 @@ async def reload_configuration(gateway: TheGateway) -> schemas.Reloaded:
 @router.get("/templates")
 async def list_templates(gateway: TheGateway) -> list[schemas.TemplateInfo]:
     """The last version of every template."""
-    return [_template_info(stored) for stored in gateway.templates.all()]
+    return [_template_info(stored) for stored in await gateway.templates.all()]
 
 
 @router.get("/templates/{name:path}")
@@ -192,7 +195,7 @@ async def show_template(
     gateway: TheGateway, name: Name, version: Annotated[int | None, Query(ge=1, le=2**31)] = None
 ) -> schemas.TemplateWhole:
     """A template's text: of that version, or of the last one."""
-    stored = gateway.templates.get(name, version)
+    stored = await gateway.templates.get(name, version)
     return schemas.TemplateWhole(
         **_template_info(stored).model_dump(), template=stored.template.model_dump(exclude_defaults=True)
     )
@@ -203,13 +206,14 @@ async def put_template(
     gateway: TheGateway, name: Annotated[fields.Name, Path()], template: Template
 ) -> schemas.TemplateInfo:
     """Store a template: as a new version, unless the last one says the same."""
-    return _template_info(gateway.templates.get(name, gateway.templates.put(name, template)))
+    version = await gateway.templates.put(name, template)
+    return _template_info(await gateway.templates.get(name, version))
 
 
 @router.delete("/templates/{name:path}")
 async def remove_template(gateway: TheGateway, name: Name) -> schemas.Removed:
     """Forget all versions of a template. One that the file declares is back after the next reload."""
-    return schemas.Removed(versions=gateway.templates.remove(name))
+    return schemas.Removed(versions=await gateway.templates.remove(name))
 
 
 @router.get("/cache")
@@ -249,9 +253,9 @@ def _info(key: Key) -> schemas.KeyInfo:
     return schemas.KeyInfo(**asdict(key))
 
 
-def _use(gateway: Gateway, scope: str, limits: Limits) -> schemas.ScopeUse:
+async def _use(gateway: Gateway, scope: str, limits: Limits) -> schemas.ScopeUse:
     named = limits.model_dump(mode="json", exclude_defaults=True)
-    return schemas.ScopeUse(scope=scope, limits=named, **asdict(gateway.quotas.use(scope)))
+    return schemas.ScopeUse(scope=scope, limits=named, **asdict(await gateway.quotas.use(scope)))
 
 
 def _release(gateway: Gateway, name: str) -> Release:
@@ -262,8 +266,8 @@ def _release(gateway: Gateway, name: str) -> Release:
     return release
 
 
-def _done(gateway: Gateway, name: str, event: Event) -> schemas.ReleaseEvent:
-    gateway.releases.tick()  # the next request is already served by it
+async def _done(gateway: Gateway, name: str, event: Event) -> schemas.ReleaseEvent:
+    await gateway.releases.tick()  # the next request is already served by it
     return schemas.ReleaseEvent(release=name, **asdict(event))
 
 

@@ -6,10 +6,9 @@ Several gateways, and the commands, may change the same release: nobody writes w
 from __future__ import annotations
 
 import secrets
-import sqlite3
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +16,9 @@ from headrace.errors import ConfigError
 from headrace.gateway.releases import state as states
 from headrace.gateway.releases.settings import Release
 from headrace.gateway.releases.state import Event, ReleaseState, What
-from headrace.gateway.store import Store
+
+if TYPE_CHECKING:
+    from headrace.gateway.store import Store
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(ReleaseState).decode
@@ -34,71 +35,66 @@ class PastEvent:
 
 
 class ReleaseBook:
-    """The releases of a store. ``clock``: seconds since 1970."""
+    """The releases of a store."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._clock = clock
 
-    def read(self, name: str, release: Release) -> ReleaseState:
+    async def read(self, name: str, release: Release) -> ReleaseState:
         """A release's state; its first one if nothing ever happened to it."""
-        return self._read(self._store.db, name, release)
+        return _state(await self._store.release(name), name, release)
 
-    def change(
+    async def change(
         self, name: str, release: Release, change: Callable[[ReleaseState, float], Event | None]
     ) -> tuple[ReleaseState, Event | None]:
         """Let ``change`` (of state and time) alter the state, and note in the history what it says happened.
 
-        What it raises leaves everything as it was.
+        What it raises leaves everything as it was. It is called again if another was quicker.
         """
-        now = self._clock()
-        with self._store.transaction() as db:
-            state = self._read(db, name, release)
-            event = change(state, now)
-            db.execute("INSERT OR REPLACE INTO releases VALUES (?, ?)", (name, _encode(state)))
-            if event is not None:
-                db.execute(
-                    "INSERT INTO release_events (at, release, what, version, detail) VALUES (?, ?, ?, ?, ?)",
-                    (now, name, event.what, event.version, event.detail),
-                )
-        return state, event
 
-    def start(self, name: str, release: Release, version: str, ab: float | None) -> Event:
+        def altered(before: bytes | None, now: float) -> tuple[bytes, Event | None]:
+            state = _state(before, name, release)
+            event = change(state, now)
+            return _encode(state), event
+
+        after, event = await self._store.change_release(name, altered)
+        return _state(after, name, release), event
+
+    async def start(self, name: str, release: Release, version: str, ab: float | None) -> Event:
         """Begin a canary, or an A/B test with ``ab`` percent. Raises ConfigError if that cannot be."""
         trial = f"trial_{secrets.token_hex(6)}"
 
         def begin(state: ReleaseState, now: float) -> Event:
             return states.start(name, release, state, version, trial=trial, ab=ab, now=now)
 
-        return self._done(name, release, begin)
+        return await self._done(name, release, begin)
 
-    def promote(self, name: str, release: Release, version: str | None) -> Event:
+    async def promote(self, name: str, release: Release, version: str | None) -> Event:
         """Make the candidate, or ``version``, the stable one. Raises ConfigError if that cannot be."""
-        return self._done(
+        return await self._done(
             name, release, lambda state, now: states.promote(name, release, state, version, now=now)
         )
 
-    def roll_back(self, name: str, release: Release) -> Event:
+    async def roll_back(self, name: str, release: Release) -> Event:
         """End the trial, or go back to the version before. Raises ConfigError if there is neither."""
-        return self._done(name, release, lambda state, now: states.roll_back(name, release, state, now=now))
-
-    def history(self, name: str, most: int = 100) -> list[PastEvent]:
-        """What happened to a release, the last first."""
-        rows = self._store.db.execute(
-            "SELECT at, what, version, detail FROM release_events WHERE release = ? ORDER BY id DESC LIMIT ?",
-            (name, most),
+        return await self._done(
+            name, release, lambda state, now: states.roll_back(name, release, state, now=now)
         )
-        return [PastEvent(*row) for row in rows]
 
-    def _done(self, name: str, release: Release, change: Callable[[ReleaseState, float], Event]) -> Event:
-        _, event = self.change(name, release, change)
+    async def history(self, name: str, most: int = 100) -> list[PastEvent]:
+        """What happened to a release, the last first."""
+        return await self._store.history(name, most)
+
+    async def _done(
+        self, name: str, release: Release, change: Callable[[ReleaseState, float], Event]
+    ) -> Event:
+        _, event = await self.change(name, release, change)
         assert event is not None
         return event
 
-    @staticmethod
-    def _read(db: sqlite3.Connection, name: str, release: Release) -> ReleaseState:
-        try:
-            row = db.execute("SELECT state FROM releases WHERE name = ?", (name,)).fetchone()
-            return ReleaseState(release.first) if row is None else _decode(row[0])
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
-            raise ConfigError(f"the state of the release {name} cannot be read: {error}") from None
+
+def _state(encoded: bytes | None, name: str, release: Release) -> ReleaseState:
+    try:
+        return ReleaseState(release.first) if encoded is None else _decode(encoded)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"the state of the release {name} cannot be read: {error}") from None

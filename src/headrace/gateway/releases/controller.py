@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, StateError
 from headrace.gateway.releases import state as states
 from headrace.gateway.releases.book import ReleaseBook
 from headrace.gateway.releases.settings import Release, Version
@@ -32,10 +31,7 @@ _MOST_KEPT = 100_000  # outcomes between two ticks
 class Releases:
     """The releases of a gateway, as they were at the last tick."""
 
-    def __init__(
-        self, store: Store, releases: Mapping[str, Release], metrics: Metrics, log: FilteringBoundLogger
-    ) -> None:
-        """Raises ConfigError if a version that serves, or is on trial, is not in the file."""
+    def __init__(self, store: Store, metrics: Metrics, log: FilteringBoundLogger) -> None:
         self.book = ReleaseBook(store)
         self._metrics = metrics
         self._log = log
@@ -43,13 +39,19 @@ class Releases:
         self._releases: Mapping[str, Release] = {}
         self._states: dict[str, ReleaseState] = {}
         self._problems: dict[str, str] = {}
-        self.configure(releases)
+        self._ticking = asyncio.Lock()  # what was read first must not be taken for the newest
 
-    def configure(self, releases: Mapping[str, Release]) -> None:
-        """Have these releases from now on. Raises ConfigError as the constructor does."""
-        found = {name: self.book.read(name, release) for name, release in releases.items()}
+    async def read(self, releases: Mapping[str, Release]) -> dict[str, ReleaseState]:
+        """The states of these releases. Raises StateError, and ConfigError if a version that serves, or is on
+        trial, is not in the file.
+        """
+        found = {name: await self.book.read(name, release) for name, release in releases.items()}
         for name, release in releases.items():
             states.check(name, release, found[name])
+        return found
+
+    def configure(self, releases: Mapping[str, Release], found: dict[str, ReleaseState]) -> None:
+        """Have these releases from now on, in the states that :meth:`read` found."""
         self._releases, self._states = releases, found
         self._show()
 
@@ -91,30 +93,31 @@ class Releases:
         """Learn and decide for ever."""
         while True:
             await asyncio.sleep(TICK_S)
-            self.tick()
+            await self.tick()
 
-    def tick(self) -> None:
+    async def tick(self) -> None:
         """Hand in what was learned, act on it, and see what others have done."""
-        for name, release in self._releases.items():
-            try:
-                self._states[name] = self._tick(name, release)
-            except (
-                sqlite3.Error,
-                ConfigError,
-            ) as error:  # it stays as it was; outcomes wait for the next time
-                if self._problems.get(name) != str(error):
-                    self._log.error("release cannot be read or changed", release=name, error=str(error))
-                self._problems[name] = str(error)
-            else:
-                self._problems.pop(name, None)
-        self._show()
+        async with self._ticking:
+            releases, found = self._releases, self._states
+            for name, release in releases.items():
+                try:
+                    found[name] = await self._tick(name, release)
+                except (
+                    StateError,
+                    ConfigError,
+                ) as error:  # it stays as it was; outcomes wait for the next time
+                    if self._problems.get(name) != str(error):
+                        self._log.error("release cannot be read or changed", release=name, error=str(error))
+                    self._problems[name] = str(error)
+                else:
+                    self._problems.pop(name, None)
+            self._show()
 
-    def _tick(self, name: str, release: Release) -> ReleaseState:
-        state = self.book.read(name, release)
+    async def _tick(self, name: str, release: Release) -> ReleaseState:
+        state = await self.book.read(name, release)
         states.check(name, release, state)
-        outcomes = self._outcomes.get(name, [])
+        outcomes = self._outcomes.pop(name, [])
         if state.trial is None or not (outcomes or states.is_due(release, state.trial, time.time())):
-            self._outcomes.pop(name, None)
             return state
 
         def learn(state: ReleaseState, now: float) -> Event | None:
@@ -124,8 +127,11 @@ class Releases:
             states.learn(trial, (outcome for of, outcome in outcomes if of == trial.id), release.canary)
             return states.decide(name, release, state, now=now)
 
-        state, event = self.book.change(name, release, learn)
-        self._outcomes.pop(name, None)
+        try:
+            state, event = await self.book.change(name, release, learn)
+        except BaseException:
+            self._outcomes[name][:0] = outcomes
+            raise
         if event is not None:
             self._log.warning(
                 "release", release=name, what=event.what, version=event.version, detail=event.detail

@@ -7,18 +7,16 @@ in it mean nothing. What later stages see are the messages that came of it.
 from __future__ import annotations
 
 import functools
-import sqlite3
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ConfigError, InvalidRequestError, NotFoundError
+from headrace.errors import ConfigError, InvalidRequestError, NotFoundError, StateError
 from headrace.gateway.shaping.settings import PLACE, Template
 
 if TYPE_CHECKING:
     from headrace.gateway.config import GatewayConfig
-    from headrace.gateway.store import Store
+    from headrace.gateway.store import Store, TemplateRow
 
 _FIELDS = frozenset({"id", "version", "variables"})
 _MOST_VERSION = 2**31
@@ -40,65 +38,49 @@ class Templates:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def put(self, name: str, template: Template) -> int:
+    async def put(self, name: str, template: Template) -> int:
         """The version that ``template`` is from now on: a new one, unless the last one says the same."""
         content = template.model_dump_json(exclude_defaults=True)
-        with self._store.transaction() as db:
-            last = db.execute(
-                "SELECT version, content FROM templates WHERE name = ? ORDER BY version DESC LIMIT 1", (name,)
-            ).fetchone()
-            if last is not None and _read(last[1]) == template:
-                return int(last[0])
-            version = 1 if last is None else int(last[0]) + 1
-            db.execute("INSERT INTO templates VALUES (?, ?, ?, ?)", (name, version, time.time(), content))
-        return version
+        return await self._store.put_template(name, content, lambda last: _read(last) == template)
 
-    def declare(self, config: GatewayConfig) -> None:
+    async def declare(self, config: GatewayConfig) -> None:
         """Put those of the file; each is a new version where it says something else than the last one.
 
         Raises ConfigError if the store cannot be written.
         """
         try:
             for name, template in config.templates.items():
-                self.put(name, template)
-        except sqlite3.Error as error:
-            raise ConfigError(f"the templates cannot be stored: {error}") from None
+                await self.put(name, template)
+        except StateError as error:
+            raise ConfigError(f"the templates cannot be stored: {error.message}") from None
 
-    def find(self, name: str, version: int | None = None) -> Stored | None:
+    async def find(self, name: str, version: int | None = None) -> Stored | None:
         """That version, or the last one; None if there is none."""
-        row = self._store.db.execute(
-            "SELECT name, version, created_at, content FROM templates WHERE name = ? AND version = "
-            "COALESCE(?, (SELECT MAX(version) FROM templates WHERE name = ?))",
-            (name, version, name),
-        ).fetchone()
+        row = await self._store.template(name, version)
         return None if row is None else _stored(row)
 
-    def get(self, name: str, version: int | None = None) -> Stored:
+    async def get(self, name: str, version: int | None = None) -> Stored:
         """:meth:`find`, for those who manage them. Raises NotFoundError."""
-        found = self.find(name, version)
+        found = await self.find(name, version)
         if found is None:
             which = "" if version is None else f" with a version {version}"
-            known = ", ".join(stored.name for stored in self.all()) or "none"
+            known = ", ".join(stored.name for stored in await self.all()) or "none"
             raise NotFoundError(f"there is no template {name}{which}; there is: {known}")
         return found
 
-    def all(self) -> list[Stored]:
+    async def all(self) -> list[Stored]:
         """The last version of each, by name."""
-        rows = self._store.db.execute(
-            "SELECT name, MAX(version), created_at, content FROM templates GROUP BY name ORDER BY name"
-        )
-        return [_stored(row) for row in rows]
+        return [_stored(row) for row in await self._store.all_templates()]
 
-    def remove(self, name: str) -> int:
+    async def remove(self, name: str) -> int:
         """Forget all versions of a template; how many there were. Raises NotFoundError if there is none."""
-        with self._store.transaction() as db:
-            gone = db.execute("DELETE FROM templates WHERE name = ?", (name,)).rowcount
+        gone = await self._store.remove_template(name)
         if not gone:
             raise NotFoundError(f"there is no template {name}")
         return gone
 
 
-def _stored(row: tuple[str, int, float, str]) -> Stored:
+def _stored(row: TemplateRow) -> Stored:
     name, version, created_at, content = row
     return Stored(name, version, created_at, _read(content))
 
@@ -108,7 +90,9 @@ def _read(content: str) -> Template:
     return Template.model_validate_json(content)
 
 
-def fill(templates: Templates, body: dict[str, Any], *, chat: bool, tenant: str, most_bytes: int) -> str:
+async def fill(
+    templates: Templates, body: dict[str, Any], *, chat: bool, tenant: str, most_bytes: int
+) -> str:
     """Put the template that the request's ``prompt`` refers to in its place; ``name@version`` of it.
 
     ``prompt`` is an object with ``id``, ``version`` (the last one, if it is not given) and ``variables``.
@@ -121,7 +105,7 @@ def fill(templates: Templates, body: dict[str, Any], *, chat: bool, tenant: str,
     name, version = asked.get("id"), _version(asked.get("version"))
     if not isinstance(name, str):
         raise _wrong("`id`: the template's name, as a string")
-    stored = templates.find(name, version)
+    stored = await templates.find(name, version)
     if stored is None or not (stored.template.tenants is None or tenant in stored.template.tenants):
         which = "" if version is None else f" with a version {version}"
         message = f"there is no template `{name[:200]}`{which} here, or not for this key"
