@@ -38,6 +38,7 @@ tenants:
   acme: {}
   other: {}
   trial: {limits: {requests_per_minute: 2}}
+tokenization: {min_tokens: 1, timeout_ms: 5000}
 admin: {key_env: ADMIN_KEY, port: %d}
 """
 
@@ -115,6 +116,8 @@ def test_the_rest_is_the_servers(embedded: Embedded) -> None:
     names = re.findall(r"^# TYPE (\S+) ", page, re.MULTILINE)
     assert len(names) == len(set(names))
     assert {"headrace_gateway_cost_usd_total", "vllm:num_requests_running"} <= set(names)
+    assert re.search(r'^headrace_gateway_token_counts_total{result="asked"} [1-9]', page, re.MULTILINE)
+    assert 'headrace_gateway_token_counts_total{result="failed"}' not in page
 
 
 def test_what_the_server_refuses_is_told_in_its_words(embedded: Embedded) -> None:

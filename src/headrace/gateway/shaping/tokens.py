@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from headrace.gateway.ask import read_body
+
 if TYPE_CHECKING:
     from headrace.gateway.context import RequestContext
     from headrace.gateway.gateway import Gateway
@@ -81,7 +83,7 @@ class TokenCounts:
 
         upstream = target.upstream
         parts = urlsplit(upstream.config.url)
-        async with self._gateway.session.post(
+        async with await (upstream.local or self._gateway.session).post(
             f"{parts.scheme}://{parts.netloc}{parts.path.removesuffix('/v1')}/tokenize",
             data=orjson.dumps({**asked, "model": target.name}),
             headers=upstream.headers,
@@ -90,9 +92,7 @@ class TokenCounts:
         ) as response:
             if response.status != 200:
                 raise ValueError(f"status {response.status}")
-            page = await response.content.read(_MOST_ANSWER_BYTES)
-            while not response.content.at_eof() and len(page) < _MOST_ANSWER_BYTES:
-                page += await response.content.read(_MOST_ANSWER_BYTES - len(page))
+            page = await read_body(response, _MOST_ANSWER_BYTES)
         answer = orjson.loads(page)
         count, ids = answer["count"], answer["tokens"]
         if type(count) is not int or not isinstance(ids, list) or len(ids) != count or count < 1:
