@@ -18,7 +18,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h)
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make install   build headrace and install it into $(VENV)'
+	@echo 'make install   build headrace and install it into $(VENV), with what its load tests need'
 	@echo 'make serve     install, pull MODEL (default: $(MODEL)), serve it on 127.0.0.1:8000'
 	@echo '               (more options of headrace serve: ARGS="--port 8001")'
 	@echo 'make demo-gateway'
@@ -59,7 +59,7 @@ $(STAMPS)/dev: pyproject.toml $(STAMPS)/build-tools
 	$(PIP) install -q --no-build-isolation '.[dev]'
 	@touch $(STAMPS)/install $@
 
-install: $(STAMPS)/install
+install: $(STAMPS)/lab
 	@echo 'headrace is installed: $(BIN)/headrace --help'
 
 serve: $(STAMPS)/install
@@ -121,7 +121,7 @@ sanitize: $(STAMPS)/dev
 	    $(BIN)/python -m pytest -q $$tests; \
 	done
 
-# The load generator and the picture need the lab extra; the other engines get environments of their own.
+# The load generator and its pictures; the other engines of bench-peers get environments of their own.
 $(STAMPS)/lab: $(STAMPS)/install
 	$(PIP) install -q --no-build-isolation '.[lab]'
 	@touch $@
