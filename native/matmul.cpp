@@ -229,14 +229,15 @@ void dense_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_beg
 }
 
 // Making floats of float8 costs about as much as multiplying them with a row. So for many rows a stretch of
-// inputs is widened once, into the first cache, and all rows pass over it. Their sums wait from one stretch to
-// the next as the floats that they are: the same bits as dense_rows gives.
+// inputs is widened once, into the first cache, and all rows pass over it. Their sums wait from one stretch
+// to the next as the floats that they are: the same bits as dense_rows gives.
 constexpr int kStretch = 64;      // inputs
 constexpr int kStretchRows = 48;  // at most
 constexpr int kWidenFrom = 16;    // rows: fewer are done as soon by dense_rows
 
 template <int MR, int NT>
-HR_INLINE void stretch_rows(const MatmulArgs& a, const float* w, int first, int inputs, int row, float* sums) {
+HR_INLINE void stretch_rows(const MatmulArgs& a, const float* w, int first, int inputs, int row,
+                            float* sums) {
   const float* x[MR];
   Vec acc[MR][NT];
   HR_UNROLL for (int r = 0; r < MR; ++r) {
@@ -265,8 +266,9 @@ void widened_tiles(const MatmulArgs& a, int tile, int row_begin, int row_end) {
     for (int i = 0; i < rows * NT; ++i) store(sums + 16 * i, zero());
     for (int first = 0; first < a.k; first += kStretch) {
       const int inputs = a.k - first < kStretch ? a.k - first : kStretch;
-      for (int k = 0; k < inputs; ++k) HR_UNROLL for (int t = 0; t < NT; ++t)
-          store(wide + 16 * (k * NT + t), load_f8(w + t * tile_stride + 16 * (first + k)));
+      for (int k = 0; k < inputs; ++k)
+        HR_UNROLL for (int t = 0; t < NT; ++t)
+            store(wide + 16 * (k * NT + t), load_f8(w + t * tile_stride + 16 * (first + k)));
       int row = 0;
       for (; row + 4 <= rows; row += 4)
         stretch_rows<4, NT>(a, wide, first, inputs, begin + row, sums + 16 * NT * row);
