@@ -209,6 +209,8 @@ class Flight:
                 async for data in events:
                     self._tell(data)
                     await self._wait_for_readers()
+            if self.leader.outcome == "failed":  # it broke off: who asks from now on has it asked again
+                self._flights.land(self)
             self.all_told = True
             for reader in self._readers:
                 reader.wake()
