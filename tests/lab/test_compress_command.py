@@ -48,6 +48,7 @@ def test_preflight_names_every_tensor_and_why(compress: Compress, tmp_path: Path
         "head.weight 300×64 kept: no step of the recipe is for it",
         "note: group_size 128 does not divide 64 inputs: all groups are of 32",
         "note: grouped-query attention",
+        "note: vocabulary: 41 rows behind the tokenizer's tokens are padding, and stay",
         "calibration: 16 sequences, 1536 tokens of calibration.jsonl; chat template: yes, BOS: no",
         "estimate: about 1 s and ",
     ):
