@@ -54,8 +54,6 @@ ORDERINGS = (
     ("mixed-int4-int8", "gptq-int4"),
     ("wanda-50", "magnitude-50"),
     ("sparsegpt-50", "magnitude-50"),
-    ("sparsegpt-50", "wanda-50"),
-    ("sparsegpt-2-4", "wanda-2-4"),
 )
 """The first of each pair diverges less."""
 KL = {"rtn-int8": 0.001, "smoothquant-w8a8": 0.01}
