@@ -121,7 +121,6 @@ HR_INLINE IVec dot_s8(IVec acc, Bytes v, const int8_t* x) {
   return {_mm512_dpbusd_epi32(acc.v, _mm512_set1_epi32(four), v.v)};
 }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-HR_INLINE void prefetch_second(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 HR_INLINE IVec magnitude_bits(Vec a) {
   return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff))};
 }
@@ -288,7 +287,6 @@ HR_INLINE IVec dot_s8(IVec acc, Bytes v, const int8_t* x) {
   return {dot_u4_half(acc.lo, xs, v.lo), dot_u4_half(acc.hi, xs, v.hi)};
 }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-HR_INLINE void prefetch_second(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 HR_INLINE IVec magnitude_bits(Vec a) {
   const __m256i mask = _mm256_set1_epi32(0x7fffffff);
   return {_mm256_and_si256(_mm256_castps_si256(a.lo), mask),
@@ -500,7 +498,6 @@ HR_INLINE IVec dot_s8(IVec acc, const Bytes& v, const int8_t* x) {
   return acc;
 }
 HR_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
-HR_INLINE void prefetch_second(const void* p) { __builtin_prefetch(p, 0, 2); }
 HR_INLINE IVec magnitude_bits(Vec a) {
   IVec r;
   std::memcpy(r.v, a.v, sizeof r.v);

@@ -58,10 +58,8 @@ def _needs(
     if quantization is not None:
         from headrace.model.weights.safetensors import SafetensorsCheckpoint
 
-        if not (
-            isinstance(checkpoint, SafetensorsCheckpoint) and checkpoint.quantised
-        ):  # that stays as it is
-            weights = int(weights * _NARROWED[quantization])
+        stays = isinstance(checkpoint, SafetensorsCheckpoint) and checkpoint.quantised
+        weights = weights if stays else int(weights * _NARROWED[quantization])
     sizes = group_block_bytes(checkpoint.architecture, settings.kv_cache_dtype)
     pool = sum(settings.blocks_of(group) * size for group, size in enumerate(sizes))
     return weights, pool, weights + pool + scratch_bytes(checkpoint.architecture, settings) + _FIXED_BYTES
