@@ -27,6 +27,8 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Unsupported = Annotated[Any, Meta(description="Not supported: anything that asks for it is refused.")]
 Ignored = Annotated[Any, Meta(description="Accepted and ignored: it would not change the answer.")]
 
+_TEMPLATE_VARIABLES = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+
 
 class ContentPart(msgspec.Struct, kw_only=True):
     """One part of a message's content. Only text is supported."""
@@ -350,6 +352,16 @@ def _check_message(message: Message, where: str) -> None:
                 )
             if part.text is None:
                 raise InvalidRequestError(f"`{where}.content[{number}].text` is required", param="messages")
+
+
+def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
+    """``chat_template_kwargs``, checked. Raises InvalidRequestError for what the request says elsewhere."""
+    extra = dict(given or {})
+    for reserved in _TEMPLATE_VARIABLES & extra.keys():
+        raise InvalidRequestError(
+            f"`chat_template_kwargs` must not set `{reserved}`", param="chat_template_kwargs"
+        )
+    return extra
 
 
 def message_dicts(messages: list[Message]) -> list[dict[str, Any]]:

@@ -32,9 +32,6 @@ from headrace.web.ids import unique_id
 if TYPE_CHECKING:
     from headrace.frontend.frontend import Frontend
 
-TEMPLATE_VARIABLES = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
-"""Which requests cannot set through ``chat_template_kwargs``."""
-
 _INLINE_BYTES = 4096  # a body up to this size is parsed and tokenised in well under a millisecond
 
 T = TypeVar("T")
@@ -65,11 +62,7 @@ class GenerationRoutes:
         frontend = self._state.frontend
         size, request = await read_request(self._state, http, ChatCompletionRequest)
         frontend.check_kind(embeds=False)
-        extra = dict(request.chat_template_kwargs or {})
-        for reserved in TEMPLATE_VARIABLES & extra.keys():
-            raise InvalidRequestError(
-                f"`chat_template_kwargs` must not set `{reserved}`", param="chat_template_kwargs"
-            )
+        extra = requests.template_variables(request.chat_template_kwargs)
         messages = requests.message_dicts(request.messages)
         opening = request.add_generation_prompt is not False
         open_ended = bool(request.continue_final_message)

@@ -14,7 +14,7 @@ from headrace.frontend.tools import tool_format
 from headrace.server import requests
 from headrace.server.requests import Body, Message, TokenId
 from headrace.server.responses import encode
-from headrace.server.routes import TEMPLATE_VARIABLES, off_loop, read_request
+from headrace.server.routes import off_loop, read_request
 from headrace.server.state import ServerState
 from headrace.server.tools import Tool, tool_use
 
@@ -109,11 +109,6 @@ def _ids(frontend: Frontend, request: TokenizeRequest, parser: str | None) -> li
             "`add_special_tokens`: a chat's template writes them itself; leave it out",
             param="add_special_tokens",
         )
-    extra = dict(request.chat_template_kwargs or {})
-    for reserved in TEMPLATE_VARIABLES & extra.keys():
-        raise InvalidRequestError(
-            f"`chat_template_kwargs` must not set `{reserved}`", param="chat_template_kwargs"
-        )
     form = tool_format(frontend.tokenizer.chat_template, parser)
     tools = tool_use(request.tools, None, None, form)
     assert request.messages is not None
@@ -122,7 +117,7 @@ def _ids(frontend: Frontend, request: TokenizeRequest, parser: str | None) -> li
         None if tools is None else tools.tools,
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
-        **extra,
+        **requests.template_variables(request.chat_template_kwargs),
     )
 
 
