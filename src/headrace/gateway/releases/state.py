@@ -243,8 +243,10 @@ def decide(name: str, release: Release, state: ReleaseState, *, now: float) -> E
         return None
     enough = math.log(len(MEASURES) / settings.alpha)  # Bonferroni: any of the measures may raise the alarm
     for measure in MEASURES:
-        if trial.evidence[measure].worse >= enough and (how := worse(trial, measure, settings)):
-            return roll_back(name, release, state, now=now, why=how)
+        if trial.evidence[measure].worse >= enough and (alarm := worse(trial, measure, settings)):
+            others = [worse(trial, other, settings) for other in MEASURES if other != measure]
+            why = "; ".join([alarm, *filter(None, others)])  # one cause shows in several of them
+            return roll_back(name, release, state, now=now, why=why)
     if now - trial.step_at >= settings.hold_s and trial.step_requests >= settings.min_requests:
         doubtful = [measure for measure in MEASURES if worse(trial, measure, settings)]
         if not doubtful:
