@@ -51,13 +51,17 @@ void matmul(const std::string& isa, WeightFormat format, Vector<uint8_t> weights
   a.n = static_cast<int>(out.shape(1));
   a.k = format.dense() ? k : padded(k);
   a.add = accumulate;
+  std::vector<float> scratch(matmul_scratch_floats(a.k));
+  a.scratch = scratch.data();
   const int tiles = (a.n + 15) / 16;
   const size_t bytes = format.matrix_bytes(a.n, a.k);
   const size_t row_bytes = format.dense() ? static_cast<size_t>(k) * 4 : QuantRow::bytes(a.k);
   expect(weights.shape(0) >= bytes, "matmul: too few weight bytes");
   expect(input.shape(0) == out.shape(0) && input.shape(1) == row_bytes, "matmul: wrong input shape");
   nb::gil_scoped_release release;
-  kernels_for(isa).matmul(a, 0, tiles, 0, static_cast<int>(out.shape(0)));
+  const int rows = static_cast<int>(out.shape(0));
+  for (int row = 0; row < rows; row += kRowBlock)
+    kernels_for(isa).matmul(a, 0, tiles, row, row + kRowBlock < rows ? row + kRowBlock : rows);
 }
 
 void norm(const std::string& isa, Matrix<float> x, Vector<float> weight, float eps, bool layer,

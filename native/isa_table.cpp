@@ -13,12 +13,13 @@
 
 namespace headrace {
 namespace HR_ISA {
+void dense_matmul(const MatmulArgs&, int, int, int, int);
 void attention(const AttentionArgs&);
 void merge_partitions(const AttentionArgs&, int);
 int64_t multiply(MultiplyKind, int64_t);
 }  // namespace HR_ISA
 namespace HR_BASE {
-void matmul(const MatmulArgs&, int, int, int, int);
+void quant_matmul(const MatmulArgs&, int, int, int, int);
 void norm(const NormArgs&, int, int);
 void quantise(const float*, size_t, uint8_t*, int, int, int);
 void glu(const float*, size_t, int, int, float*, size_t, uint8_t*, int, int, int);
@@ -33,21 +34,14 @@ float read_lines(const uint8_t*, size_t);
 }  // namespace HR_BASE
 
 const Kernels& HR_JOIN(HR_ISA, _kernels)() {
-  static const Kernels table{HR_STRINGIFY(HR_ISA),
-                             HR_BASE::matmul,
-                             HR_BASE::norm,
-                             HR_BASE::quantise,
-                             HR_BASE::glu,
-                             HR_BASE::rope,
-                             HR_ISA::attention,
-                             HR_BASE::attention_int8,
-                             HR_ISA::merge_partitions,
-                             HR_BASE::embed,
-                             HR_BASE::pool,
-                             HR_BASE::softcap,
-                             HR_BASE::sample_row,
-                             HR_BASE::read_lines,
-                             HR_ISA::multiply};
+  static const Kernels table{HR_STRINGIFY(HR_ISA),    HR_BASE::quant_matmul,
+                             HR_ISA::dense_matmul,    HR_BASE::norm,
+                             HR_BASE::quantise,       HR_BASE::glu,
+                             HR_BASE::rope,           HR_ISA::attention,
+                             HR_BASE::attention_int8, HR_ISA::merge_partitions,
+                             HR_BASE::embed,          HR_BASE::pool,
+                             HR_BASE::softcap,        HR_BASE::sample_row,
+                             HR_BASE::read_lines,     HR_ISA::multiply};
   return table;
 }
 

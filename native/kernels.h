@@ -15,7 +15,7 @@ namespace headrace {
 //   (high) u8:  8 x 64 bytes; register j, lane n, byte b holds code[n][4j+b]
 // then 16 scales per 32 (or per 16: two rows) inputs, then as many minimums, or bytes of zero points, when
 // the format has them. Where a scale is of a whole row (group 0), 16 floats end the tile row instead.
-//   bf16, f32: [k][16] per tile row, no scales.
+//   bf16: [k / 2, rounded up][16][2] per tile row, no scales; f32: [k][16].
 //   f8:  float8 e4m3, [k][16], then 16 floats: 256 times the scales of the rows.
 struct WeightFormat {
   enum Kind : int32_t { kU4 = 0, kU8 = 1, kBf16 = 2, kF32 = 3, kF8 = 4 };
@@ -26,7 +26,7 @@ struct WeightFormat {
   int32_t group;        // inputs that share a scale: 32, 16, or 0 for a whole row's
   int32_t zero_point;   // subtracted from every code, exactly, in integers
 
-  bool dense() const { return kind >= kBf16; }  // multiplied with float32 activations
+  bool dense() const { return kind >= kBf16; }  // multiplied with activations that are not quantised
   size_t tile_bytes() const {                   // 16 outputs x 32 inputs
     if (dense()) return static_cast<size_t>(16) * 32 * (kind == kF32 ? 4 : kind == kBf16 ? 2 : 1);
     const size_t codes = kind == kU4 ? 256 : 512;
@@ -37,7 +37,8 @@ struct WeightFormat {
   }
   size_t row_bytes(int k) const {  // a tile row; k padded to 32 unless dense
     const size_t row_scales = group == 0 && scale_bytes ? 64 : 0;
-    return tile_bytes() * static_cast<size_t>(k) / 32 + row_scales;
+    const size_t inputs = static_cast<size_t>(kind == kBf16 ? (k + 1) / 2 * 2 : k);
+    return tile_bytes() * inputs / 32 + row_scales;
   }
   size_t matrix_bytes(int64_t n, int k) const { return static_cast<size_t>((n + 15) / 16) * row_bytes(k); }
 };
@@ -70,7 +71,16 @@ struct MatmulArgs {
   int32_t n;             // outputs
   int32_t k;             // inputs, multiple of 32 (dense: exact)
   int32_t add;           // 1 = add to what output holds (the residual stream)
+  float* scratch;        // bf16 and float8: matmul_scratch_floats(k)
 };
+
+constexpr int kRowBlock =
+    48;  // rows of activations that stay in cache while weights stream past; at most at once
+inline size_t matmul_row_floats(int k) { return static_cast<size_t>(kRowBlock) * ((k + 15) / 16 * 16); }
+// Rows, and behind them four tile rows of float8 as bf16.
+inline size_t matmul_scratch_floats(int k) {
+  return matmul_row_floats(k) + 64 * static_cast<size_t>(k + 1) / 2;
+}
 
 struct NormArgs {
   const float* input;
@@ -232,7 +242,8 @@ enum class MultiplyKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat = 2 };
 
 struct Kernels {
   const char* name;
-  void (*matmul)(const MatmulArgs&, int tile_begin, int tile_end, int row_begin, int row_end);
+  void (*quant_matmul)(const MatmulArgs&, int tile_begin, int tile_end, int row_begin, int row_end);
+  void (*dense_matmul)(const MatmulArgs&, int tile_begin, int tile_end, int row_begin, int row_end);
   void (*norm)(const NormArgs&, int row_begin, int row_end);
   void (*quantise)(const float* input, size_t stride, uint8_t* output, int width, int row_begin, int row_end);
   // activation(gate) * up over [rows, width]; gate at input, up at input + up_offset (0: no up, just
@@ -250,13 +261,17 @@ struct Kernels {
   void (*sample_row)(float* logits, int32_t vocab, const SamplingRow& row, void* workspace, SampledRow* out);
   float (*read_lines)(const uint8_t* p, size_t lines);
   int64_t (*multiply)(MultiplyKind kind, int64_t rounds);
+
+  void matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) const {
+    (a.format.dense() ? dense_matmul : quant_matmul)(a, tile_begin, tile_end, row_begin, row_end);
+  }
 };
 
 const Kernels& portable_kernels();
 #if defined(HR_X86)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
-const Kernels& avx512_bf16_kernels();  // avx512 with bf16 dot products in attention
+const Kernels& avx512_bf16_kernels();  // avx512 with bf16 dot products
 #endif
 
 }  // namespace headrace

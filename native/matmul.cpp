@@ -1,9 +1,5 @@
-// output[r, n] (+)= sum_k input[r, k] * w[n, k] (+ bias[n]).
-//
-// Every output element is one lane of one accumulator, summed over K in ascending groups, so its bits do not
-// depend on how many rows are computed together, on the tiling, or on who computes it.
-#include "kernels.h"
-#include "simd.h"
+// Matrices of integer codes: 8-bit activations times 4-bit or 8-bit weights.
+#include "matmul.h"
 
 namespace headrace {
 namespace HR_ISA {
@@ -16,25 +12,6 @@ HR_INLINE Vec load_scales(const uint8_t* p, int row, bool f32) {
 
 HR_INLINE float row_scale_of(const uint8_t* scales, int lane) {
   return reinterpret_cast<const float*>(scales)[lane];
-}
-
-HR_INLINE void finish(const MatmulArgs& a, Vec acc, int row, int tile) {
-  float* out = a.output + static_cast<size_t>(row) * a.output_stride + static_cast<size_t>(tile) * 16;
-  const int lanes = a.n - tile * 16;
-  if (lanes >= 16) {
-    if (a.bias) acc = add(acc, load(a.bias + tile * 16));
-    if (a.add) acc = add(acc, load(out));
-    store(out, acc);
-    return;
-  }
-  float t[16];
-  store(t, acc);
-  for (int i = 0; i < lanes; ++i) {
-    float x = t[i];
-    if (a.bias) x += a.bias[tile * 16 + i];
-    if (a.add) x += out[i];
-    out[i] = x;
-  }
 }
 
 constexpr int kAhead = 8;  // tiles
@@ -154,7 +131,7 @@ constexpr int kRun = 4;  // tile rows that pass while some rows stay in the firs
 // Weights come from memory once, whatever the number of rows: a run of tile rows stays near for all of them.
 // The first of them to read it asks for it a little ahead; the last of many asks for the next run.
 template <int Bits, bool F32, int Offsets, int Group>
-void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
+void matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   constexpr int kMany = kManyRows<Bits>;
   const size_t soon = kAhead * a.format.tile_bytes(), next_run = kRun * a.format.row_bytes(a.k);
   for (int run = tile_begin; run < tile_end; run += kRun) {
@@ -176,133 +153,18 @@ void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_beg
   }
 }
 
-template <int Kind>
-HR_INLINE Vec load_dense(const uint8_t* p) {
-  if constexpr (Kind == WeightFormat::kF32) return load(reinterpret_cast<const float*>(p));
-  if constexpr (Kind == WeightFormat::kF8) return load_f8(p);
-  return load_bf16(reinterpret_cast<const uint16_t*>(p));
-}
-
-// Dense weights: MR rows against NT tile rows of 16 outputs.
-template <int Kind, int MR, int NT>
-HR_INLINE void dense_rows(const MatmulArgs& a, int tile, int row) {
-  constexpr bool kScaled = Kind == WeightFormat::kF8;
-  constexpr int kStep = Kind == WeightFormat::kF32 ? 64 : kScaled ? 16 : 32;  // bytes per input
-  const size_t tile_stride = a.format.row_bytes(a.k);
-  const uint8_t* w = a.weights + static_cast<size_t>(tile) * tile_stride;
-  const float* x[MR];
-  Vec acc[MR][NT];
-  HR_UNROLL for (int r = 0; r < MR; ++r) {
-    x[r] = reinterpret_cast<const float*>(a.input + static_cast<size_t>(row + r) * a.input_stride);
-    HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = zero();
-  }
-  for (int k = 0; k < a.k; ++k, w += kStep) {
-    Vec weights[NT];
-    HR_UNROLL for (int t = 0; t < NT; ++t) { weights[t] = load_dense<Kind>(w + t * tile_stride); }
-    HR_UNROLL for (int r = 0; r < MR; ++r) {
-      const Vec xs = set1(x[r][k]);
-      HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = fma(weights[t], xs, acc[r][t]);
-    }
-  }
-  if constexpr (kScaled) {
-    HR_UNROLL for (int t = 0; t < NT; ++t) {
-      const Vec scale = load(reinterpret_cast<const float*>(w + t * tile_stride));
-      HR_UNROLL for (int r = 0; r < MR; ++r) acc[r][t] = mul(acc[r][t], scale);
-    }
-  }
-  HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t)
-      finish(a, acc[r][t], row + r, tile + t);
-}
-
-template <int Kind, int NT>
-HR_INLINE void dense_tiles(const MatmulArgs& a, int tile, int row_begin, int row_end) {
-  int row = row_begin;
-  for (; row + 4 <= row_end; row += 4) dense_rows<Kind, 4, NT>(a, tile, row);
-  for (; row < row_end; ++row) dense_rows<Kind, 1, NT>(a, tile, row);
-}
-
-template <int Kind>
-void dense_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
-  int tile = tile_begin;
-  for (; tile + 4 <= tile_end; tile += 4) dense_tiles<Kind, 4>(a, tile, row_begin, row_end);
-  for (; tile < tile_end; ++tile) dense_tiles<Kind, 1>(a, tile, row_begin, row_end);
-}
-
-// Making floats of float8 costs about as much as multiplying them with a row. So for many rows a stretch of
-// inputs is widened once, into the first cache, and all rows pass over it. Their sums wait from one stretch
-// to the next as the floats that they are: the same bits as dense_rows gives.
-constexpr int kStretch = 64;      // inputs
-constexpr int kStretchRows = 48;  // at most
-constexpr int kWidenFrom = 16;    // rows: fewer are done as soon by dense_rows
-
-template <int MR, int NT>
-HR_INLINE void stretch_rows(const MatmulArgs& a, const float* w, int first, int inputs, int row,
-                            float* sums) {
-  const float* x[MR];
-  Vec acc[MR][NT];
-  HR_UNROLL for (int r = 0; r < MR; ++r) {
-    x[r] = reinterpret_cast<const float*>(a.input + static_cast<size_t>(row + r) * a.input_stride) + first;
-    HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = load(sums + 16 * (r * NT + t));
-  }
-  for (int k = 0; k < inputs; ++k, w += 16 * NT) {
-    Vec weights[NT];
-    HR_UNROLL for (int t = 0; t < NT; ++t) weights[t] = load(w + 16 * t);
-    HR_UNROLL for (int r = 0; r < MR; ++r) {
-      const Vec xs = set1(x[r][k]);
-      HR_UNROLL for (int t = 0; t < NT; ++t) acc[r][t] = fma(weights[t], xs, acc[r][t]);
-    }
-  }
-  HR_UNROLL for (int r = 0; r < MR; ++r) HR_UNROLL for (int t = 0; t < NT; ++t)
-      store(sums + 16 * (r * NT + t), acc[r][t]);
-}
-
-template <int NT>
-void widened_tiles(const MatmulArgs& a, int tile, int row_begin, int row_end) {
-  alignas(64) float wide[kStretch * NT * 16], sums[kStretchRows * NT * 16];
-  const size_t tile_stride = a.format.row_bytes(a.k);
-  const uint8_t* w = a.weights + static_cast<size_t>(tile) * tile_stride;
-  for (int begin = row_begin; begin < row_end; begin += kStretchRows) {
-    const int rows = row_end - begin < kStretchRows ? row_end - begin : kStretchRows;
-    for (int i = 0; i < rows * NT; ++i) store(sums + 16 * i, zero());
-    for (int first = 0; first < a.k; first += kStretch) {
-      const int inputs = a.k - first < kStretch ? a.k - first : kStretch;
-      for (int k = 0; k < inputs; ++k)
-        HR_UNROLL for (int t = 0; t < NT; ++t)
-            store(wide + 16 * (k * NT + t), load_f8(w + t * tile_stride + 16 * (first + k)));
-      int row = 0;
-      for (; row + 4 <= rows; row += 4)
-        stretch_rows<4, NT>(a, wide, first, inputs, begin + row, sums + 16 * NT * row);
-      for (; row < rows; ++row)
-        stretch_rows<1, NT>(a, wide, first, inputs, begin + row, sums + 16 * NT * row);
-    }
-    for (int t = 0; t < NT; ++t) {
-      const Vec scale = load(reinterpret_cast<const float*>(w + t * tile_stride + 16 * a.k));
-      for (int row = 0; row < rows; ++row)
-        finish(a, mul(load(sums + 16 * (row * NT + t)), scale), begin + row, tile + t);
-    }
-  }
-}
-
-void float8_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
-  if (row_end - row_begin < kWidenFrom)
-    return dense_matmul<WeightFormat::kF8>(a, tile_begin, tile_end, row_begin, row_end);
-  int tile = tile_begin;
-  for (; tile + 4 <= tile_end; tile += 4) widened_tiles<4>(a, tile, row_begin, row_end);
-  for (; tile < tile_end; ++tile) widened_tiles<1>(a, tile, row_begin, row_end);
-}
-
 using QuantMatmul = void (*)(const MatmulArgs&, int, int, int, int);
 
 template <int Bits, bool F32, int Group>
-constexpr QuantMatmul kByOffsets[3] = {quant_matmul<Bits, F32, WeightFormat::kNone, Group>,
-                                       quant_matmul<Bits, F32, WeightFormat::kMinimum, Group>,
-                                       quant_matmul<Bits, F32, WeightFormat::kZeroPoints, Group>};
+constexpr QuantMatmul kByOffsets[3] = {matmul_of<Bits, F32, WeightFormat::kNone, Group>,
+                                       matmul_of<Bits, F32, WeightFormat::kMinimum, Group>,
+                                       matmul_of<Bits, F32, WeightFormat::kZeroPoints, Group>};
 
 template <int Bits>
 void quant_matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
   const WeightFormat& f = a.format;
   const bool wide = f.scale_bytes == 4;
-  QuantMatmul function = quant_matmul<Bits, true, WeightFormat::kNone, 0>;
+  QuantMatmul function = matmul_of<Bits, true, WeightFormat::kNone, 0>;
   if (f.group == 32)
     function = wide ? kByOffsets<Bits, true, 32>[f.offsets] : kByOffsets<Bits, false, 32>[f.offsets];
   else if (f.group == 16)
@@ -312,19 +174,11 @@ void quant_matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_
 
 }  // namespace
 
-void matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
-  using W = WeightFormat;
-  switch (a.format.kind) {
-    case W::kBf16:
-      return dense_matmul<W::kBf16>(a, tile_begin, tile_end, row_begin, row_end);
-    case W::kF32:
-      return dense_matmul<W::kF32>(a, tile_begin, tile_end, row_begin, row_end);
-    case W::kF8:
-      return float8_matmul(a, tile_begin, tile_end, row_begin, row_end);
-    case W::kU4:
-      return quant_matmul_of<4>(a, tile_begin, tile_end, row_begin, row_end);
-    default:
-      return quant_matmul_of<8>(a, tile_begin, tile_end, row_begin, row_end);
+void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
+  if (a.format.kind == WeightFormat::kU4) {
+    quant_matmul_of<4>(a, tile_begin, tile_end, row_begin, row_end);
+  } else {
+    quant_matmul_of<8>(a, tile_begin, tile_end, row_begin, row_end);
   }
 }
 
@@ -348,7 +202,8 @@ void embed(const WeightFormat& f, const uint8_t* weights, int k, int padded_k, c
           store(t, load_f8(w));
           x = t[lane] * row_scale;
         } else {
-          const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(w)[lane]) << 16;
+          const uint16_t* pairs = reinterpret_cast<const uint16_t*>(w - i % 2 * step);
+          const uint32_t bits = static_cast<uint32_t>(pairs[2 * lane + i % 2]) << 16;
           std::memcpy(&x, &bits, 4);
         }
         out[i] = add ? out[i] + x * scale : x * scale;

@@ -9,8 +9,7 @@
 namespace headrace {
 namespace {
 
-constexpr int kRowBlock = 48;  // rows of activations that stay in cache while weights stream past
-constexpr int kFewRows = 16;   // so few that a matrix takes longer to read than to multiply
+constexpr int kFewRows = 16;  // so few that a matrix takes longer to read than to multiply
 constexpr size_t kWarmBytes = 8192;
 constexpr size_t kAheadBytes = size_t{1} << 18;  // of a second-level cache
 constexpr int kFewUnits = 8;  // of attention, for each thread: with more, all threads are busy to the end
@@ -57,6 +56,7 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
       partition_states_(new float[kStateFloats]),
       partitions_ended_(new Claim[static_cast<size_t>(kFewUnits * threads)]) {
   int largest_head = 16;
+  size_t scratch_floats = 0;
   for (const Instruction& in : instructions_) {
     check_instruction(in);
     if (in.op == kAttention || in.op == kRope)
@@ -66,11 +66,13 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
       if (std::find(unit_rows_.begin(), unit_rows_.end(), rows) == unit_rows_.end())
         unit_rows_.push_back(rows);
     }
+    if (in.op == kMatmul && (in.format.kind == WeightFormat::kBf16 || in.format.kind == WeightFormat::kF8))
+      scratch_floats = std::max(scratch_floats, matmul_scratch_floats(in.i1));
   }
   units_.resize(unit_rows_.size());
   for (auto& units : units_) units.reserve(static_cast<size_t>(limits_.max_tokens));
   for (int t = 0; t < threads; ++t) {
-    scratch_.emplace_back(attention_scratch_floats(largest_head));
+    scratch_.emplace_back(std::max(scratch_floats, attention_scratch_floats(largest_head)));
     sampler_.emplace_back(sampler_workspace_bytes(limits_.vocab) + 64);
   }
   profile_.assign(instructions_.size(), 0.0);
@@ -156,7 +158,7 @@ void Program::run_rows(size_t first, int thread, const BatchView& b, Time time) 
       for (size_t j = first; j < first + row_run_[first]; ++j) {
         const Instruction& in = instructions_[j];
         if (in.op == kMatmul) {
-          kernels_.matmul(matmul_args(in), 0, (in.i0 + 15) / 16, row, end);
+          kernels_.matmul(matmul_args(in, thread), 0, (in.i0 + 15) / 16, row, end);
         } else {
           rows_of(in, row, end, b);
         }
@@ -301,7 +303,7 @@ bool Program::Ahead::ask(size_t bytes) {
   return true;
 }
 
-MatmulArgs Program::matmul_args(const Instruction& in) const {
+MatmulArgs Program::matmul_args(const Instruction& in, int thread) {
   MatmulArgs a{};
   a.format = in.format;
   a.weights = at(in.weight);
@@ -313,13 +315,14 @@ MatmulArgs Program::matmul_args(const Instruction& in) const {
   a.n = in.i0;
   a.k = in.i1;
   a.add = in.i2;
+  a.scratch = scratch_[static_cast<size_t>(thread)].data();
   return a;
 }
 
 // Every thread has a run of tiles of its own, so that it reads one stretch of memory. Whoever is done first
 // helps the others.
 void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows) {
-  const MatmulArgs a = matmul_args(in);
+  const MatmulArgs a = matmul_args(in, thread);
   const Tiles tiles = tiles_of(in);
   const int last = (in.i0 + 15) / 16, threads = pool_.threads();
   const int blocks = (rows + kRowBlock - 1) / kRowBlock;

@@ -133,7 +133,7 @@ class Program {
   template <class Time>
   void run_rows(size_t first, int thread, const BatchView& batch, Time time);
   void rows_of(const Instruction& in, int begin, int end, const BatchView& batch);
-  MatmulArgs matmul_args(const Instruction& in) const;
+  MatmulArgs matmul_args(const Instruction& in, int thread);
   void matmul(const Instruction& in, Claim* claims, int thread, int rows);
   Ahead weights_ahead(size_t index, int thread, const BatchView& batch) const;
   void attention(const Instruction& in, Claim* claims, int thread, const BatchView& batch);
@@ -158,7 +158,7 @@ class Program {
   std::unique_ptr<Claim[]> partitions_ended_;  // of each unit and head; zero between instructions
   std::vector<std::vector<Unit>> units_;       // per distinct rows-per-unit
   std::vector<int> unit_rows_;                 // rows-per-unit of units_[i]
-  std::vector<std::vector<float>> scratch_;    // per thread, attention
+  std::vector<std::vector<float>> scratch_;    // per thread, of one kernel call
   std::vector<std::vector<uint8_t>> sampler_;  // per thread
   std::vector<size_t> next_matmul_;            // behind each instruction; their number if there is none
   std::vector<size_t> row_run_;                // so many instructions from each on take rows by themselves

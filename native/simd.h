@@ -74,10 +74,6 @@ HR_INLINE Vec keep_lanes(Vec a, int first, int last, Vec other) {
 HR_INLINE Vec load_f16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-HR_INLINE Vec load_bf16(const uint16_t* p) {
-  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
-}
 // Of float8 e4m3 numbers, each divided by 256 (the difference of the exponents' biases): as float16 they have
 // their sign, a zero, and their other bits behind it. Its NaN comes out as a number.
 HR_INLINE Vec load_f8(const uint8_t* p) {
@@ -135,6 +131,13 @@ struct Pairs {  // 16 lanes of two bf16
   __m512i v;
 };
 HR_INLINE Pairs load_pairs(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
+HR_INLINE void store_pairs(uint16_t* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
+// Of numbers that bf16 holds exactly.
+HR_INLINE Pairs join_pairs(Vec even, Vec odd) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
+  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
+  return {_mm512_or_si512(low, _mm512_and_si512(_mm512_castps_si512(odd.v), high))};
+}
 HR_INLINE Pairs keep_half(Pairs a, uint32_t mask) {
   return {_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int32_t>(mask)))};
 }
@@ -208,11 +211,6 @@ HR_INLINE Vec load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
-HR_INLINE __m256 expand_bf16(const uint16_t* p) {
-  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
-}
-HR_INLINE Vec load_bf16(const uint16_t* p) { return {expand_bf16(p), expand_bf16(p + 8)}; }
 HR_INLINE __m256 expand_f8(const uint8_t* p) {
   const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   return _mm256_cvtph_ps(
@@ -302,6 +300,19 @@ struct Pairs {
 HR_INLINE Pairs load_pairs(const uint16_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16))};
+}
+HR_INLINE void store_pairs(uint16_t* p, Pairs a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), a.hi);
+}
+// Of numbers that bf16 holds exactly.
+HR_INLINE Pairs join_pairs(Vec even, Vec odd) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000u));
+  const auto join = [&](__m256 a, __m256 b) {
+    const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(a), 16);
+    return _mm256_or_si256(low, _mm256_and_si256(_mm256_castps_si256(b), high));
+  };
+  return {join(even.lo, odd.lo), join(even.hi, odd.hi)};
 }
 HR_INLINE Pairs keep_half(Pairs a, uint32_t mask) {
   const __m256i m = _mm256_set1_epi32(static_cast<int32_t>(mask));
@@ -402,14 +413,6 @@ HR_INLINE float half_to_float(uint16_t h) {
 HR_INLINE Vec load_f16(const uint16_t* p) {
   Vec r;
   HR_LANES r.v[i] = half_to_float(p[i]);
-  return r;
-}
-HR_INLINE Vec load_bf16(const uint16_t* p) {
-  Vec r;
-  HR_LANES {
-    const uint32_t bits = static_cast<uint32_t>(p[i]) << 16;
-    std::memcpy(&r.v[i], &bits, 4);
-  }
   return r;
 }
 HR_INLINE Vec load_f8(const uint8_t* p) {
@@ -515,6 +518,23 @@ struct Pairs {
 HR_INLINE Pairs load_pairs(const uint16_t* p) {
   Pairs r;
   HR_LANES r.v[i] = static_cast<uint32_t>(p[2 * i]) | static_cast<uint32_t>(p[2 * i + 1]) << 16;
+  return r;
+}
+HR_INLINE void store_pairs(uint16_t* p, Pairs a) {
+  HR_LANES {
+    p[2 * i] = static_cast<uint16_t>(a.v[i]);
+    p[2 * i + 1] = static_cast<uint16_t>(a.v[i] >> 16);
+  }
+}
+// Of numbers that bf16 holds exactly.
+HR_INLINE Pairs join_pairs(Vec even, Vec odd) {
+  Pairs r;
+  HR_LANES {
+    uint32_t low, high;
+    std::memcpy(&low, &even.v[i], 4);
+    std::memcpy(&high, &odd.v[i], 4);
+    r.v[i] = low >> 16 | (high & 0xffff0000u);
+  }
   return r;
 }
 HR_INLINE Pairs keep_half(Pairs a, uint32_t mask) {

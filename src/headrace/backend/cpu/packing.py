@@ -37,7 +37,7 @@ class WeightFormat:
 
     @property
     def dense(self) -> bool:
-        """bf16, float32 or float8: multiplied with float32 activations."""
+        """bf16, float32 or float8: multiplied with activations that are not quantised."""
         return self.kind >= BF16
 
     def known(self) -> bool:
@@ -68,7 +68,10 @@ class WeightFormat:
     def row_bytes(self, k: int) -> int:
         """Bytes of 16 outputs x ``k`` inputs, padding included."""
         row_scales = _ROW_SCALES if self.group == 0 and self.scale_bytes else 0
-        return (k if self.dense else padded(k)) * self.tile_bytes() // DEPTH + row_scales
+        inputs = k if self.dense else padded(k)
+        if self.kind == BF16:  # in pairs
+            inputs += k % 2
+        return inputs * self.tile_bytes() // DEPTH + row_scales
 
     def matrix_bytes(self, n: int, k: int) -> int:
         """Bytes of an ``[n, k]`` matrix, padding included."""
@@ -97,8 +100,12 @@ def _pack_dense(w: NDArray[Any]) -> tuple[WeightFormat, NDArray[np.uint8]]:
         narrow = w.astype(ml_dtypes.bfloat16)
         if np.array_equal(narrow.astype(np.float32), w):
             w = narrow
-    form = WeightFormat(F32 if w.dtype == np.float32 else BF16)
-    return form, _dense_tiles(w).reshape(-1).view(np.uint8)
+    if w.dtype == np.float32:
+        return WeightFormat(F32), _dense_tiles(w).reshape(-1).view(np.uint8)
+    n, k = w.shape
+    w = _pad(w, -(-n // LANES) * LANES, k + k % 2)
+    pairs = w.reshape(-1, LANES, w.shape[1] // 2, 2).transpose(0, 2, 1, 3)
+    return WeightFormat(BF16), np.ascontiguousarray(pairs).reshape(-1).view(np.uint8)
 
 
 def _dense_tiles(w: NDArray[Any]) -> NDArray[Any]:

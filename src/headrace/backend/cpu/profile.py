@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.backend.batch import BLOCK_SIZE, Batch
 from headrace.backend.cpu.instruction import Op
-from headrace.backend.cpu.packing import WeightFormat
+from headrace.backend.cpu.packing import F32, WeightFormat
 from headrace.backend.kv_format import kv_layer_bytes
 
 
@@ -58,7 +58,9 @@ def _matmul(instruction: Any, batch: Batch) -> tuple[str, int, int]:
     outputs, inputs, weights = int(instruction["i0"]), int(instruction["i1"]), instruction["format"]
     rows = len(batch.logit_rows if instruction["logit_rows"] else batch.token_ids)
     form = WeightFormat(*weights.tolist())
-    multiplies = "float32" if form.dense else "int8"
+    multiplies = "int8"
+    if form.dense:
+        multiplies = "float32" if form.kind == F32 else "bf16"
     return multiplies, form.matrix_bytes(outputs, inputs), rows * outputs * inputs
 
 

@@ -27,7 +27,7 @@ from headrace.model.quant_tensor import QuantTensor
 from headrace.model.weights.tensor_shapes import expected_shapes
 from headrace.paths import cache_dir
 
-PACKING_VERSION = 2
+PACKING_VERSION = 3
 _MAGIC = b"HEADRACEPACK\x00\x00\x00\x01"
 _ALIGNMENT = 64
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.cpu.instruction import Op
 from headrace.backend.cpu.limits import Limits
-from headrace.backend.cpu.packing import LANES, U4, WeightFormat
+from headrace.backend.cpu.packing import F32, LANES, U4, WeightFormat
 from headrace.backend.kv_format import kv_layer_bytes
 from headrace.lab.plan.hardware import EngineFactors
 from headrace.lab.plan.recorded_step import STEP_TOKENS, matrix_bytes
@@ -89,9 +89,10 @@ class EngineModel:
         n, k = int(row["i0"]), int(row["i1"])
         tiles = ceil(n / LANES)
         read = self._read_s(form.matrix_bytes(n, k) * ceil(rows / _ROW_BLOCK))
-        if form.dense:  # float multiply-adds: four rows and four tiles share each conversion of a weight
+        if form.dense:
             macs = tiles * LANES * k * rows
-            work = macs / self.limits.float32_macs_per_s * self.factors.dense_slots.value
+            rate = self.limits.float32_macs_per_s if form.kind == F32 else self.limits.bf16_macs_per_s
+            work = macs / rate * self.factors.dense_slots.value
             return max(read, work)
         unpack = self.factors.unpack4_slots if form.kind == U4 else self.factors.unpack8_slots
         dots = _GROUP * LANES / _DOT_MACS
