@@ -1,6 +1,8 @@
 // Matrices of integer codes: 8-bit activations times 4-bit or 8-bit weights.
 #include "matmul.h"
 
+#include <type_traits>
+
 namespace headrace {
 namespace HR_ISA {
 namespace {
@@ -143,13 +145,15 @@ void matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin,
       for (int tile = run; tile < run_end; ++tile)
         quant_rows<Bits, F32, Offsets, Group, kMany>(a, tile, row, ahead);
     }
-    if constexpr (kMany > 4)
-      for (; row + 4 <= row_end; row += 4)
-        for (int tile = run; tile < run_end; ++tile)
-          quant_rows<Bits, F32, Offsets, Group, 4>(a, tile, row, row == row_begin ? soon : 0);
-    for (; row < row_end; ++row)
+    const auto pass = [&](auto rows) {
       for (int tile = run; tile < run_end; ++tile)
-        quant_rows<Bits, F32, Offsets, Group, 1>(a, tile, row, row == row_begin ? soon : 0);
+        quant_rows<Bits, F32, Offsets, Group, rows.value>(a, tile, row, row == row_begin ? soon : 0);
+      row += rows.value;
+    };
+    while (row + 4 <= row_end) pass(std::integral_constant<int, 4>());
+    if (row + 3 == row_end) pass(std::integral_constant<int, 3>());
+    if (row + 2 == row_end) pass(std::integral_constant<int, 2>());
+    if (row + 1 == row_end) pass(std::integral_constant<int, 1>());
   }
 }
 

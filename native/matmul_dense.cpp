@@ -122,11 +122,15 @@ HR_INLINE void pass_rows(const MatmulArgs& a, const uint8_t* w, size_t tile_stri
                          int tile_end, int row, int row_end) {
   for (; row + kManyRows <= row_end; row += kManyRows, x.first += kManyRows * x.stride)
     pair_tiles<Float8, kManyRows, kManyTiles>(a, w, tile_stride, x, tile, tile_end, row);
-  if constexpr (kManyRows > 4)
-    for (; row + 4 <= row_end; row += 4, x.first += 4 * x.stride)
-      pair_tiles<Float8, 4, 4>(a, w, tile_stride, x, tile, tile_end, row);
-  for (; row < row_end; ++row, x.first += x.stride)
-    pair_tiles<Float8, 1, 4>(a, w, tile_stride, x, tile, tile_end, row);
+  const auto pass = [&](auto rows) {
+    pair_tiles<Float8, rows.value, 4>(a, w, tile_stride, x, tile, tile_end, row);
+    row += rows.value;
+    x.first += rows.value * x.stride;
+  };
+  while (row + 4 <= row_end) pass(std::integral_constant<int, 4>());
+  if (row + 3 == row_end) pass(std::integral_constant<int, 3>());
+  if (row + 2 == row_end) pass(std::integral_constant<int, 2>());
+  if (row + 1 == row_end) pass(std::integral_constant<int, 1>());
 }
 
 template <bool Float8>

@@ -178,12 +178,20 @@ namespace {
 
 HR_INLINE void write_bf16(uint8_t* key_block, uint8_t* value_block, int slot, const float* k, const float* v,
                           int head_dim) {
-  uint16_t* keys = reinterpret_cast<uint16_t*>(key_block);
-  uint16_t* values = reinterpret_cast<uint16_t*>(value_block);
-  for (int d = 0; d < head_dim; ++d) {
-    keys[d / 2 * 32 + slot * 2 + d % 2] = float_to_bf16(k[d]);
-    values[(static_cast<size_t>(slot / 2) * head_dim + d) * 2 + slot % 2] = float_to_bf16(v[d]);
-  }
+  constexpr int kPart = 32;  // features, rounded together and then stored one by one
+  uint16_t* keys = reinterpret_cast<uint16_t*>(key_block) + slot * 2;
+  uint16_t* values =
+      reinterpret_cast<uint16_t*>(value_block) + static_cast<size_t>(slot / 2) * head_dim * 2 + slot % 2;
+  const auto write = [&](int first, int count) {
+    uint16_t key[kPart], value[kPart];
+    for (int i = 0; i < count; ++i) key[i] = float_to_bf16(k[first + i]);
+    for (int i = 0; i < count; ++i) value[i] = float_to_bf16(v[first + i]);
+    for (int i = 0; i < count; i += 2) std::memcpy(keys + (first + i) * 16, key + i, 4);
+    for (int i = 0; i < count; ++i) values[(first + i) * 2] = value[i];
+  };
+  int d = 0;
+  for (; d + kPart <= head_dim; d += kPart) write(d, kPart);
+  if (d < head_dim) write(d, head_dim - d);
 }
 
 // One stage of the fast Walsh-Hadamard transform: sums and differences of values HALF apart.
