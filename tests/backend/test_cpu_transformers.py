@@ -24,13 +24,13 @@ pytestmark = pytest.mark.native
 
 NUM_BLOCKS = 24
 
-# What bf16 keys and values and, below float32, int8 activations cost these random networks: largest and mean
-# difference, relative to the mean logit. Measured over all cases: at most 0.11 and 0.011 with float weights,
-# 0.46 and 0.039 with integers. A window off by one, the mildest mistake of structure, makes the largest
-# difference 0.74 … 7.
+# What keys and values in bf16 and, below float32, activations in bf16 or int8 cost these random networks: the
+# largest and the mean difference, relative to the mean logit. Measured over all cases: at most 0.14 and 0.011
+# with float32 weights, 0.21 and 0.016 with bf16, 0.46 and 0.039 with integers. A window off by one, the
+# mildest mistake of structure, makes the largest difference 0.74 … 7.
 TOLERANCE = {
     "float32": (0.2, 0.014),
-    "bfloat16": (0.2, 0.02),
+    "bfloat16": (0.3, 0.02),
     "int8": (0.6, 0.06),
     "int4": (0.6, 0.06),
 }
