@@ -166,7 +166,7 @@ EXTENT_BLOCKS = 32  # as in native/kernels.h
 def head_offsets(
     blocks: int, kv_heads: int, key_bytes: int, value_bytes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each block's keys and its values start in a pool of one layer, by head: ``[blocks, kv_heads]``."""
+    """Where keys and values start in a pool of one layer, in bytes, by block and head."""
     keys, values = np.empty((2, blocks, kv_heads), np.int64)
     for first in range(0, blocks, EXTENT_BLOCKS):
         count = min(EXTENT_BLOCKS, blocks - first)

@@ -63,7 +63,11 @@ def open_frontend(
             from headrace.engine.journaled_client import journaled
 
             client = journaled(client, checkpoint, model)
-        return Frontend(client, loading.result(), model.model, opened_at=began)
+        tokenizer = loading.result()
+        from headrace.engine.memory import trim_memory
+
+        trim_memory()  # reading a tokenizer takes twice what it keeps
+        return Frontend(client, tokenizer, model.model, opened_at=began)
     except BaseException:
         client.close()
         raise
