@@ -17,6 +17,7 @@ from headrace.paths import cache_dir
 
 INSTALL_TIMEOUT_S = 3600.0
 _BLAS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")  # tuned for one program, they slow others
+_NO_COMPILED_MODULES = "PYTHONDONTWRITEBYTECODE"  # an installed engine has them
 
 
 class Unavailable(Exception):
@@ -39,7 +40,8 @@ def making() -> Iterator[None]:
 
 def child_environment(peer: Peer, threads: int) -> dict[str, str]:
     """The variables of an engine's process: ours, without what would slow it, with its own."""
-    kept = {name: value for name, value in os.environ.items() if name not in _BLAS}
+    without = (*_BLAS, _NO_COMPILED_MODULES)
+    kept = {name: value for name, value in os.environ.items() if name not in without}
     return {
         **kept,
         "OMP_NUM_THREADS": str(threads),

@@ -2,46 +2,68 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from headrace.cli import (
-    bench,
-    chat,
-    compress,
-    diagnose,
-    doctor,
-    eval,
-    gateway,
-    models,
-    options,
-    plan,
-    serve,
-    tune,
-)
+from headrace.cli import options
 from headrace.errors import HeadraceError
+
+_COMMANDS = {
+    "serve": "serve.serve",
+    "chat": "chat.chat",
+    "bench": "bench.bench",
+    "diagnose": "diagnose.diagnose",
+    "eval": "eval.evaluate",
+    "tune": "tune.tune",
+    "plan": "plan.plan",
+    "doctor": "doctor.doctor",
+    "models": "models.app",
+    "gateway": "gateway.app",
+    "compress": "compress.app",
+}
+"""Where in ``headrace.cli`` each command is: a function, or a typer application of several commands."""
+
+
+class _Commands(TyperGroup):
+    """Makes a command when it is asked for: importing and making all of them takes longer than serving needs
+    to load a model."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        # one that there is not may be meant for any of them
+        for name in [cmd_name] if cmd_name in _COMMANDS else _COMMANDS:
+            if name not in self.commands:
+                self.commands[name] = _made(name)
+        return self.commands.get(cmd_name)
+
+
+def _made(name: str) -> Any:
+    module, _, attribute = _COMMANDS[name].partition(".")
+    what: Any = getattr(importlib.import_module(f"headrace.cli.{module}"), attribute)
+    if isinstance(what, typer.Typer):
+        made = typer.main.get_group(what)
+        made.name = name
+        return made
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(what)
+    return typer.main.get_command(alone)
+
 
 app = typer.Typer(
     name="headrace",
+    cls=_Commands,
     help="Serve large language models fast, cheaply and dependably; measure first, then optimise.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(serve.serve)
-app.command()(chat.chat)
-app.command()(bench.bench)
-app.command()(diagnose.diagnose)
-app.add_typer(models.app, name="models")
-app.add_typer(gateway.app, name="gateway")
-app.command(name="eval")(eval.evaluate)
-app.add_typer(compress.app, name="compress")
-app.command()(tune.tune)
-app.command()(plan.plan)
-app.command()(doctor.doctor)
 
 
 def _version(wanted: bool) -> None:

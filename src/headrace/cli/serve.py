@@ -187,8 +187,9 @@ def serve(
     # Weights are read in a thread while this one imports the HTTP stack: together they set the cold start.
     loading = _start_loading(settings, cache, scheduler, checkpoint, engine_process)
 
+    from headrace.engine.memory import trim_memory
     from headrace.observe.logs import logger
-    from headrace.server.run import run, trim_memory
+    from headrace.server.run import run
     from headrace.server.state import ServerSettings, ServerState
 
     state = ServerState(

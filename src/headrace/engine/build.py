@@ -22,7 +22,6 @@ from headrace.engine.config import (
 from headrace.engine.draft_build import plan_draft
 from headrace.engine.engine import Engine
 from headrace.engine.kv_cache import blocks_for
-from headrace.engine.kv_tier_build import open_tier
 from headrace.engine.memory import block_bytes, check_memory, group_block_bytes
 from headrace.errors import ConfigError
 from headrace.model.architecture import Architecture
@@ -125,7 +124,11 @@ def build_engine(path: Path, model: ModelConfig, cache: CacheConfig, scheduler: 
     with contextlib.ExitStack() as opened:
         runner = open_runner(checkpoint, model.backend, settings)
         opened.callback(runner.close)
-        tier = open_tier(cache, runner, model.device)
+        tier = None
+        if cache.swap_space or cache.kv_tier_path is not None:
+            from headrace.engine.kv_tier_build import open_tier
+
+            tier = open_tier(cache, runner, model.device)
         if tier is not None:
             opened.callback(tier.close)
         drafter = None if draft is None else draft.open(model.backend, architecture.vocab_size, caching)

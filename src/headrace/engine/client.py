@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from headrace.backend.runner import Capabilities
-from headrace.engine.grammar import GrammarCompiler
 from headrace.engine.request import EngineOutput, EngineRequest, EngineStats
-from headrace.model.architecture import Architecture
+
+if TYPE_CHECKING:  # numpy with it, which a frontend does not wait for: its tokenizer loads meanwhile
+    from headrace.backend.runner import Capabilities
+    from headrace.engine.grammar import GrammarCompiler
+    from headrace.engine.journal import Journal
+    from headrace.model.architecture import Architecture
 
 OutputSink = Callable[[list[EngineOutput]], None]
 """Receives every output of one step that belongs to its request; called on a thread of the client's."""
@@ -20,6 +23,11 @@ class EngineClient(Protocol):
     architecture: Architecture
     capabilities: Capabilities
     max_model_len: int
+
+    @property
+    def journal(self) -> Journal | None:
+        """Where requests that have a note are kept, if anywhere."""
+        ...
 
     def use_grammars(self, compiler: GrammarCompiler) -> None:
         """Tell the engine the vocabulary, before the first request with ``structured_outputs``."""

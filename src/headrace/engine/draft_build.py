@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.backend.batch import BLOCK_SIZE
 from headrace.backend.runner import RunnerSettings
 from headrace.engine.config import SpeculativeConfig
-from headrace.engine.draft_model import DraftModel
 from headrace.engine.kv_cache import blocks_for
 from headrace.engine.memory import block_bytes
 from headrace.errors import ConfigError
 from headrace.model.architecture import Architecture
 from headrace.model.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from headrace.engine.draft_model import DraftModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class DraftPlan:
     def open(self, backend: str, vocab_size: int, prefix_caching: bool) -> DraftModel:
         """Load it. ``vocab_size``: of the model that verifies. Raises as ``open_runner`` does."""
         from headrace.backend import open_runner
+        from headrace.engine.draft_model import DraftModel
 
         runner = open_runner(self.checkpoint, backend, self.settings)
         return DraftModel(runner, self.settings, vocab_size=vocab_size, prefix_caching=prefix_caching)

@@ -1,7 +1,11 @@
-"""How much memory a model and its KV pool will take, and how much there is: asked before loading."""
+"""How much memory a model and its KV pool will take, and how much there is: asked before loading.
+
+And giving back what loading has freed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,6 +104,14 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
             continue
         available = min(available, max(0, free))
     return available
+
+
+def trim_memory() -> None:
+    """Give back what has been freed: glibc keeps it, and a process is small for as long as it lives."""
+    import ctypes
+
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _available_to_all() -> int:

@@ -17,6 +17,7 @@ import msgspec
 from headrace.engine.build import EngineSpec
 from headrace.engine.intake import Intake, Message
 from headrace.engine.loop import EngineLoop, News
+from headrace.engine.memory import trim_memory
 from headrace.engine.wire import Channel, Failed, Ready
 
 
@@ -32,6 +33,7 @@ def main(fd: int) -> NoReturn:
         if first is None:
             os._exit(0)
         engine = msgspec.msgpack.decode(first, type=EngineSpec).build()
+        trim_memory()
     except BaseException as error:
         channel.send(encode(Failed.of(error)))
         os._exit(1)

@@ -30,6 +30,8 @@ class ProcessClient:
     HeadraceError; EngineDeadError if the child died of something else.
     """
 
+    journal = None
+
     def __init__(self, spec: EngineSpec) -> None:
         ours, theirs = socket.socketpair()
         with theirs:

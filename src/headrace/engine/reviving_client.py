@@ -27,6 +27,8 @@ class RevivingClient:
     error, and if an engine cannot be started again all end as after any death.
     """
 
+    journal = None
+
     def __init__(self, reopen: Callable[[], EngineClient]) -> None:
         """Raises what ``reopen`` raises."""
         self._reopen = reopen

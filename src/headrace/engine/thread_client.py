@@ -15,6 +15,8 @@ CLOSED = "The engine is closed."
 class ThreadClient:
     """An EngineClient that owns ``engine`` and runs it on a thread. Sinks are called on that thread."""
 
+    journal = None
+
     def __init__(self, engine: Engine) -> None:
         self.architecture = engine.runner.architecture
         self.capabilities = engine.runner.capabilities

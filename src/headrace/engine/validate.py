@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from headrace.engine.request import EngineRequest, SamplingParams, StructuredOutputs
 from headrace.errors import ContextLengthError, InvalidRequestError, OverloadedError
@@ -17,6 +16,7 @@ MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 256
 MAX_LOGIT_BIAS = 100.0
 _MAX_COUNT = 2**31 - 1
+_HALF_OF_LEAST = 2.0**-150  # of the least float32: what is not above it rounds to zero
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ def check_sampling_params(params: SamplingParams, vocab_size: int | None) -> Non
     _number("min_p", params.min_p, lambda x: 0 <= x <= 1, "from 0 to 1")
     _number("presence_penalty", params.presence_penalty, lambda x: -2 <= x <= 2, "from -2 to 2")
     _number("frequency_penalty", params.frequency_penalty, lambda x: -2 <= x <= 2, "from -2 to 2")
-    _number("repetition_penalty", params.repetition_penalty, lambda x: np.float32(x) > 0, "above 0")
+    _number("repetition_penalty", params.repetition_penalty, lambda x: x > _HALF_OF_LEAST, "above 0")
     if params.seed is not None:
         _whole("seed", params.seed, -(2**63), 2**64 - 1)
     if params.max_tokens is not None:

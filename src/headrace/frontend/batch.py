@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from headrace import errors
-from headrace.engine.journaled_client import JournaledClient
 from headrace.engine.request import SamplingParams, Sender, TokenLogprobs
 from headrace.errors import DeadlineExceededError, GenerationError, HeadraceError, OverloadedError
 from headrace.frontend.embedding import vector_of
@@ -159,10 +158,13 @@ def embed_batch(
 
 def suspend(frontend: Frontend, request: TextRequest) -> None:
     """End a request in this process; if a journal keeps it, the next one goes on with it."""
-    if isinstance(frontend.client, JournaledClient):
-        frontend.client.suspend(request.request_id)
-    else:
+    if frontend.journal is None:
         request.abort()
+        return
+    from headrace.engine.journaled_client import JournaledClient
+
+    assert isinstance(frontend.client, JournaledClient)
+    frontend.client.suspend(request.request_id)
 
 
 def failure(failures: list[tuple[int, TextOutput]], answers: list[RequestOutput]) -> HeadraceError:

@@ -7,14 +7,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from headrace import errors
 from headrace.engine.client import EngineClient
 from headrace.engine.request import NOBODY, EngineOutput, EngineRequest, SamplingParams, Sender
 from headrace.errors import GenerationError, HeadraceError, InvalidRequestError, OverloadedError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _WINDOW = 64  # texts in the engine: enough for its next steps, and no caller fills the waiting line alone
 
@@ -123,6 +125,8 @@ class EmbeddingJob:
 
 def vector_of(output: EngineOutput, dimensions: int | None, *, normalize: bool) -> NDArray[np.float32]:
     """The output's vector; its first ``dimensions``, brought to length one again if the model does that."""
+    import numpy as np
+
     vector = np.frombuffer(output.vector or b"", "<f4").astype(np.float32)
     if dimensions is None or dimensions == len(vector):
         return vector

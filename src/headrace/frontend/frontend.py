@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from headrace.engine.client import EngineClient
-from headrace.engine.journaled_client import JournaledClient
 from headrace.engine.request import (
     NOBODY,
     EngineOutput,
@@ -50,7 +49,7 @@ class Frontend:
         self, client: EngineClient, tokenizer: Tokenizer, model_name: str, *, opened_at: float | None = None
     ) -> None:
         self.client = client
-        self.journal: Journal | None = client.journal if isinstance(client, JournaledClient) else None
+        self.journal: Journal | None = client.journal
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.opened_at = time.monotonic() if opened_at is None else opened_at

@@ -316,8 +316,6 @@ class LLM(Closing):
         show_progress: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        from headrace.frontend.resume import prompt_note
-
         priorities = priorities_of(priority, len(inputs))
         params = params_of(sampling_params, len(inputs))
         requests = []
@@ -330,9 +328,16 @@ class LLM(Closing):
                 return text, ids
 
             found = say_which(checked, item, index, len(inputs))
-            note = b"" if self._frontend.journal is None else prompt_note(found[0])
-            requests.append(BatchRequest(*found, its_params, priorities[index], note))
+            requests.append(BatchRequest(*found, its_params, priorities[index], self._note(found[0])))
         return self._batch(requests, show_progress)
+
+    def _note(self, text: str | None) -> bytes:
+        """What a journal keeps of a prompt."""
+        if self._frontend.journal is None:
+            return b""
+        from headrace.frontend.resume import prompt_note
+
+        return prompt_note(text)
 
     def _batch(self, requests: Sequence[BatchRequest], show_progress: bool) -> list[RequestOutput]:
         return generate_batch(

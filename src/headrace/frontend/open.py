@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine.client import EngineClient
-from headrace.engine.journaled_client import journaled
 from headrace.errors import ConfigError
 from headrace.frontend.frontend import Frontend
 from headrace.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -61,8 +60,14 @@ def open_frontend(
         client = open_client()
     try:
         if checkpoint is not None:
+            from headrace.engine.journaled_client import journaled
+
             client = journaled(client, checkpoint, model)
-        return Frontend(client, loading.result(), model.model, opened_at=began)
+        tokenizer = loading.result()
+        from headrace.engine.memory import trim_memory
+
+        trim_memory()  # reading a tokenizer takes twice what it keeps
+        return Frontend(client, tokenizer, model.model, opened_at=began)
     except BaseException:
         client.close()
         raise

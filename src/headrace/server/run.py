@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from headrace.engine.memory import trim_memory
 from headrace.errors import HeadraceError
 from headrace.server.app import build_app
 from headrace.server.state import ServerState
@@ -170,9 +170,3 @@ class _Life:
                 await asyncio.to_thread(self._state.loaded.client.close)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._state.idle(), _LAST_WORDS_S)
-
-
-def trim_memory() -> None:
-    """Give back what loading has freed: glibc keeps it, and a server is small for as long as it lives."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)

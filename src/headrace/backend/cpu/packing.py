@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -95,6 +94,8 @@ def pack(tensor: Tensor, name: str) -> tuple[WeightFormat, NDArray[np.uint8]]:
 
 
 def _pack_dense(w: NDArray[Any]) -> tuple[WeightFormat, NDArray[np.uint8]]:
+    import ml_dtypes  # a start that finds its weights packed does without
+
     if w.dtype != ml_dtypes.bfloat16:
         w = w.astype(np.float32)
         narrow = w.astype(ml_dtypes.bfloat16)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend.cpu.graph import Node
-from headrace.backend.cpu.instruction import INSTRUCTION, Base, Op
+from headrace.backend.cpu.instruction import INSTRUCTION, OPERAND, WEIGHT_FORMAT, Base, Op
 from headrace.backend.cpu.packing import LANES, WeightFormat, padded
 from headrace.backend.cpu.weights_file import PackedTensor, order_name
 from headrace.backend.kv_format import kv_layer_bytes
@@ -45,6 +45,19 @@ class Buffer:
     offset: int = 0
 
 
+Row = dict[str, Any]
+"""An instruction while it is recorded, by field: writing into a numpy array takes ten times as long."""
+
+_NOWHERE: tuple[int, int, int] = (Base.ABSENT, 0, 0)
+_OPERANDS = tuple(name for name in INSTRUCTION.names or () if INSTRUCTION[name] == OPERAND)
+_EMPTY: Row = {
+    **dict.fromkeys(INSTRUCTION.names or (), 0),
+    **dict.fromkeys(_OPERANDS, _NOWHERE),
+    "format": (0,) * len(WEIGHT_FORMAT),
+    "barrier": 1,
+}
+
+
 @dataclass(slots=True)
 class Recording:
     """A program ready for the native side. ``constants`` go into scratch before the first step."""
@@ -68,9 +81,9 @@ class Recorder:
     ) -> None:
         self.arch, self.tensors, self.settings = arch, tensors, settings
         self.quant_row_bytes = quant_row_bytes
-        self.out: list[NDArray[np.void]] = []
+        self.out: list[Row] = []
         self.buffers: dict[str, Buffer] = {}
-        self.pending: list[tuple[NDArray[np.void], str, str, int]] = []  # instruction, field, buffer, bytes
+        self.pending: list[tuple[Row, str, str, int]] = []  # instruction, operand, buffer, bytes
         self.places: dict[int, Place] = {}
         self.quantised: dict[tuple[int, int | None], str] = {}  # node, order -> buffer of its quantised form
         self.angles: dict[RopeSpec, str] = {}
@@ -84,27 +97,22 @@ class Recorder:
         have = self.buffers.setdefault(name, Buffer(rows, 0))
         have.row_bytes = max(have.row_bytes, -(-row_bytes // 64) * 64)
 
-    def emit(self, op: Op, *, logit_rows: bool = False, **fields: Any) -> NDArray[np.void]:
+    def emit(self, op: Op, *, logit_rows: bool = False, **fields: Any) -> Row:
         """Append an instruction; fields not named are zero, operands absent."""
-        row = np.zeros((), INSTRUCTION)
-        row["op"], row["logit_rows"], row["barrier"] = op, logit_rows, 1
-        for operand in ("input", "output", "output2", "weight", "weight2"):
-            row[operand]["base"] = Base.ABSENT
-        for name, value in fields.items():
-            row[name] = value
+        row = {**_EMPTY, "op": op, "logit_rows": logit_rows, **fields}
         self.out.append(row)
         return row
 
-    def scratch(self, row: NDArray[np.void], operand: str, buffer: str, column: int = 0) -> None:
+    def scratch(self, row: Row, operand: str, buffer: str, column: int = 0) -> None:
         """Point an operand at a buffer, ``column`` floats into each row; resolved when sizes are final."""
         self.pending.append((row, operand, buffer, 4 * column))
 
-    def weight(self, row: NDArray[np.void], operand: str, name: str) -> PackedTensor:
+    def weight(self, row: Row, operand: str, name: str) -> PackedTensor:
         """Point an operand at a packed tensor."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelFormatError(f"the checkpoint has no tensor {name}")
-        row[operand]["base"], row[operand]["offset"] = Base.WEIGHTS, tensor.offset
+        row[operand] = (Base.WEIGHTS, 0, tensor.offset)
         return tensor
 
     def matrix(self, node: Node) -> PackedTensor:
@@ -304,13 +312,13 @@ class Recorder:
             return False
         return self.places[id(source)].buffer == "residual" and source.consumers[-1] is node
 
-    def _into_residual(self, row: NDArray[np.void], node: Node) -> None:
+    def _into_residual(self, row: Row, node: Node) -> None:
         self.scratch(row, "output", "residual")
         self.places[id(node)] = self.places[id(node.consumers[0])] = Place(
             "residual", 0, self.arch.hidden_size
         )
 
-    def _quantise_within(self, row: NDArray[np.void], node: Node, logit_rows: bool) -> None:
+    def _quantise_within(self, row: Row, node: Node, logit_rows: bool) -> None:
         """Let the instruction that makes a value also quantise it, if a quantised matrix reads it."""
         linears = [n for n in node.consumers if n.kind == "linear" and not self.matrix(n).format.dense]
         if any(self._order(n) is None for n in linears):
@@ -338,7 +346,7 @@ class Recorder:
         buffer = "reordered_rows" if logit_rows else "reordered"
         self.buffer(buffer, 4 * place.width, logit_rows=logit_rows)
         row = self.emit(Op.REORDER, logit_rows=logit_rows, i0=place.width)
-        row["weight"]["base"], row["weight"]["offset"] = Base.WEIGHTS, order
+        row["weight"] = (Base.WEIGHTS, 0, order)
         self.scratch(row, "input", place.buffer, place.column)
         self.scratch(row, "output", buffer)
         return Place(buffer, 0, place.width)
@@ -388,7 +396,7 @@ class Recorder:
         p, q = self.tensors[f"{a.name}.bias"], self.tensors[f"{b.name}.bias"]
         return p.offset + p.size_bytes == q.offset
 
-    def _set_format(self, row: NDArray[np.void], form: WeightFormat) -> None:
+    def _set_format(self, row: Row, form: WeightFormat) -> None:
         row["format"] = (form.kind, form.scale_bytes, form.offsets, form.group, form.zero_point)
 
     # -- the end -------------------------------------------------------------------------------------------
@@ -409,11 +417,12 @@ class Recorder:
             offset += buffer.rows * buffer.row_bytes
         for row, operand, name, column in self.pending:
             buffer = self.buffers[name]
-            row[operand]["base"], row[operand]["offset"] = Base.SCRATCH, buffer.offset + column
+            row[operand] = (Base.SCRATCH, 0, buffer.offset + column)
             if operand in ("input", "output") and row["op"] != Op.ANGLES:
                 row[f"{operand}_stride"] = buffer.row_bytes
         output = self.buffers[self.output]
-        return Recording(np.stack(self.out), offset, constants, output.offset, output.row_bytes)
+        instructions = np.array([tuple(row.values()) for row in self.out], INSTRUCTION)
+        return Recording(instructions, offset, constants, output.offset, output.row_bytes)
 
 
 def _role(node: Node) -> str:

