@@ -1,9 +1,9 @@
 """Does cost grow linearly: of a prompt with its tokens, of a step with its sequences and their context?
 
-``python benchmarks/ablations/linear_cost.py [--model smollm2-135m] [--runs 5] [--output linear-cost.png]``, on
-a quiet machine. Prints medians and, of each series, the straight line by least squares and how far the points
-lie from it, and draws them. Steps of few sequences take the time to read the weights: sequences are fitted
-from 8 on.
+``python benchmarks/ablations/linear_cost.py [--model smollm2-135m] [--runs 5] [--output linear-cost.png]``,
+on a quiet machine. Prints medians and, of each series, the straight line by least squares and how far the
+points lie from it, and draws them. Steps of few sequences take the time to read the weights: sequences are
+fitted from 8 on.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Series:
     def line(self) -> tuple[float, float]:
         """Slope and intercept."""
         points = [(x, y) for x, y in zip(self.x, self.milliseconds, strict=True) if x >= self.fitted_from]
-        slope, intercept = np.polyfit(*zip(*points, strict=True), 1)
-        return float(slope), float(intercept)
+        slope, intercept = np.polyfit([x for x, _ in points], [y for _, y in points], 1).tolist()
+        return slope, intercept
 
     def furthest(self) -> float:
         """The largest distance of a fitted point from the line, as a share of the point."""
