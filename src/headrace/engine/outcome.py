@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from headrace.backend.batch import StepResult
 from headrace.engine.request import TokenLogprobs
@@ -16,13 +17,11 @@ _NOTHING_LEFT = (
 )
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What a sequence got of a step. ``drafted`` and ``accepted`` count the tokens that were guessed."""
+class Outcome(msgspec.Struct):
+    """What a sequence got of a step: so many tokens, of which ``drafted`` and ``accepted`` were guessed."""
 
-    tokens: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None
+    num_tokens: int = 0
+    finish_reason: str | None = None
     failed: bool = False
     drafted: int = 0
     accepted: int = 0
@@ -39,7 +38,7 @@ class StepOutcomes:
         self._next = 0  # first logit row of the next sequence
 
     def take(self, seq: Sequence) -> Outcome:
-        """Extend ``seq`` by what was sampled for it.
+        """Extend ``seq`` by what was sampled for it; it is to be told.
 
         A drafted token counts exactly when it is the one that was sampled in its place. The first one that
         was not, and all that was computed after it, is forgotten: other tokens will take its slots.
@@ -49,9 +48,9 @@ class StepOutcomes:
         row, end = self._next, self._next + seq.num_logit_rows
         self._next = end
         sound = True
-        if seq.lacks_prompt_logprobs:
+        if seq.prompt_logprobs is not None and seq.lacks_prompt_logprobs:
             row, sound = self._take_prompt_logprobs(seq, row)
-        outcome = Outcome([], None, None)
+        outcome = Outcome()
         if draft:
             outcome.drafted = end - row - 1
         for index in range(end - row):
@@ -60,7 +59,8 @@ class StepOutcomes:
                 break
             token = self._sampled[row + index]
             seq.append(token)
-            outcome.tokens.append(token)
+            seq.untold.append(token)
+            outcome.num_tokens += 1
             outcome.finish_reason = seq.finish_reason(token, self._max_model_len)
             if index < len(draft) and token == draft[index]:
                 outcome.accepted += 1
@@ -70,8 +70,9 @@ class StepOutcomes:
                 break
         if draft:
             seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
-        if seq.request.params.logprobs is not None:
-            outcome.logprobs = self._logprobs(seq.request.params.logprobs, row, len(outcome.tokens))
+        if seq.num_logprobs is not None and outcome.num_tokens:
+            found = self._logprobs(seq.num_logprobs, row, outcome.num_tokens)
+            seq.untold_logprobs = found if seq.untold_logprobs is None else seq.untold_logprobs + found
         return outcome
 
     def take_vector(self, seq: Sequence) -> bytes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection
 
 import numpy as np
@@ -32,6 +33,7 @@ class Request:
         "ban_ids",
         "cache_salt",
         "deadline",
+        "gather",
         "grammar",
         "number",
         "params",
@@ -70,6 +72,7 @@ class Request:
         self.number = number
         self.seed = (seed if params.seed is None else params.seed) & (2**64 - 1)
         self.cache_salt = request.cache_salt
+        self.gather = request.gather
         # A clock that runs ahead must not make a request immortal in the queue.
         self.arrival_time = min(request.arrival_time or now, now)
         # Time adds the same to all that wait, so that ages need no clock: who came earlier is ahead for good.
@@ -105,12 +108,15 @@ class Sequence:
         "_bans",
         "_bias",
         "_capacity",
+        "_longest",
         "_seen",
         "_tokens",
         "block_keys",
         "choice",
+        "commit_at",
         "first_scheduled_time",
         "first_token_time",
+        "ids",
         "is_new",
         "is_plain",
         "matcher",
@@ -120,14 +126,18 @@ class Sequence:
         "num_loaded",
         "num_loading",
         "num_logit_rows",
+        "num_logprobs",
         "num_promised",
         "num_prompt_tokens",
         "num_scheduled",
+        "num_slots",
         "num_tokens",
         "prompt_logprobs",
         "rank",
         "request",
         "row",
+        "untold",
+        "untold_logprobs",
         "waits_for",
     )
 
@@ -140,6 +150,7 @@ class Sequence:
         self.choice = choice
         self.rank: Rank = (request.urgency, request.number, choice)
         self._tokens = prompt
+        self.ids = memoryview(prompt)  # its tokens as ints, one by one; until the next append
         self._capacity = len(prompt)
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
@@ -149,6 +160,8 @@ class Sequence:
         self.num_promised = 0  # prompt tokens that its tenant has not been charged for yet; waiting line
         self.num_logit_rows = 0  # of its last tokens in the step in flight; scheduler
         self.row = -1  # in the block tables and the sampling rows; scheduler; -1 = not running
+        self.num_slots = 0  # tokens that its block tables cover; KVCache
+        self.commit_at = 0  # computed tokens, before which KVCache.commit has nothing to do; KVCache
         self.block_keys: list[bytes] = []  # of the leading full blocks; KVCache, as far as it needed them
         self.waits_for: bytes | None = None  # block that another sequence is computing; KVCache
         self.is_new = True  # until it has been told how many of its tokens need not be computed; scheduler
@@ -157,7 +170,11 @@ class Sequence:
         self.num_cached_tokens = 0  # prompt tokens found in either tier at first admission
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
+        self.untold: list[int] = []  # sampled, and no output has had them
+        self.untold_logprobs: list[TokenLogprobs] | None = None
         params = request.params
+        self.num_logprobs = params.logprobs
+        self._longest = sys.maxsize if params.max_tokens is None else len(prompt) + params.max_tokens
         # Of the prompt's tokens from the second on, as far as computed; the first choice's stand for all.
         wanted = params.prompt_logprobs is not None and choice == 0 and not said
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
@@ -209,7 +226,7 @@ class Sequence:
         end = self.num_tokens
         if end == self._capacity:
             self._reserve(end + 1)
-        self._tokens[end] = token
+        self.ids[end] = token
         self.num_tokens = end + 1
         if self._seen is not None:
             self._seen.append(token)
@@ -233,16 +250,11 @@ class Sequence:
 
         No draft is placed.
         """
-        request = self.request
-        if token in request.stop_ids:
+        if token in self.request.stop_ids:
             return "stop"  # never before min_tokens: until then these are banned
         if self.matcher is not None and self.matcher.complete:
             return "stop"  # nothing can follow, min_tokens or not
-        end = self.num_tokens
-        max_tokens = request.params.max_tokens
-        if max_tokens is not None and end - self.num_prompt_tokens >= max_tokens:
-            return "length"
-        return "length" if end >= max_model_len else None
+        return "length" if self.num_tokens >= min(self._longest, max_model_len) else None
 
     def least_output(self, max_model_len: int) -> int:
         """So many more tokens, at least, until the sequence can end."""
@@ -297,26 +309,21 @@ class Sequence:
         return 0.0 if temperature < _GREEDY_BELOW else temperature
 
     def output(self, finish_reason: str | None = None) -> EngineOutput:
-        """News of this sequence, without tokens."""
+        """News of this sequence: the tokens that no output has had yet, the last of which may have ended it."""
+        tokens, self.untold = self.untold, []
+        logprobs, self.untold_logprobs = self.untold_logprobs, None
+        stopped = finish_reason == "stop" and tokens and tokens[-1] in self.request.stop_ids
         return EngineOutput(
             request_id=self.request.request_id,
             choice=self.choice,
+            token_ids=tokens,
+            logprobs=logprobs,
             finish_reason=finish_reason,
+            stop_token_id=tokens[-1] if stopped else None,
             num_cached_tokens=self.num_cached_tokens,
             first_scheduled_time=self.first_scheduled_time,
             first_token_time=self.first_token_time,
         )
-
-    def token_output(
-        self, tokens: list[int], logprobs: list[TokenLogprobs] | None, finish_reason: str | None
-    ) -> EngineOutput:
-        """News of sampled tokens, of which the last may have ended the sequence."""
-        output = self.output(finish_reason)
-        output.token_ids = tokens
-        output.logprobs = logprobs
-        if finish_reason == "stop" and tokens[-1] in self.request.stop_ids:
-            output.stop_token_id = tokens[-1]
-        return output
 
     def error_output(self, kind: str, message: str) -> EngineOutput:
         """The end of this sequence by an error; ``kind`` is a class name in headrace.errors."""
@@ -337,7 +344,7 @@ class Sequence:
         self._capacity = count + max(_MIN_GROWTH, count // 2)
         grown = np.empty(self._capacity, np.int32)
         grown[: self.num_tokens] = self._tokens[: self.num_tokens]
-        self._tokens = grown
+        self._tokens, self.ids = grown, memoryview(grown)
 
     def _bad_ends(self, position: int) -> list[int]:
         """Tokens that would complete a bad word at ``position``."""
