@@ -90,7 +90,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingLine(config.priority_aging_s)
         self._running: list[Sequence] = []  # by rank
-        self._in_flight = Share(0, 0)
+        self._in_flight: Share | None = None
         self._last_end: float | None = None  # of the step before, if this one follows at once
         self._prompt_budget = config.max_num_batched_tokens  # of the last step that had room for any
         self._num_arrived = 0
@@ -104,7 +104,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without blocks: new ones and preempted ones."""
-        return len(self._waiting)
+        return self._waiting.size
 
     @property
     def num_tenants(self) -> int:
@@ -124,6 +124,7 @@ class Scheduler:
             seed=seed,
             now=now,
             vocab_size=self._vocab_size,
+            max_model_len=self.max_model_len,
             grammar=grammar,
             tenant=self._waiting.enter(request.tenant, request.tenant_weight, len(request.open_choices)),
             aging_s=self._config.priority_aging_s,
@@ -152,6 +153,8 @@ class Scheduler:
     def expire(self, now: float) -> list[EngineOutput]:
         """End what has waited too long for its first step, and what is or will be too late for its client."""
         outputs = [] if now < self._next_expiry else self._expire_waiting(now)
+        if not self._deadlines.by_time:
+            return outputs
         for request in self._deadlines.passed(now):
             self.deadlines_missed += 1
             message = f"The answer was not complete within timeout_s = {request.params.timeout_s:g}."
@@ -175,7 +178,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch | None:
         """The next step's work, or None when there is none. :meth:`commit` must follow every Batch."""
-        self._take_in_loaded()
+        if self._kv.tier is not None:
+            self._take_in_loaded()
         self._make_room()
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
@@ -197,9 +201,10 @@ class Scheduler:
         self._pace.limit(share, context)
         self.step_budget = share.decode_tokens + share.budget
         self._prompt_budget = share.budget or self._prompt_budget
-        for seq in self._prompts_in_order(prompts, share, now):
-            share.give(seq)
-            self._waiting.computed(seq, seq.num_scheduled)
+        if prompts or self._waiting.size:
+            for seq in self._prompts_in_order(prompts, share, now):
+                share.give(seq)
+                self._waiting.computed(seq, seq.num_scheduled)
         self._in_flight = share
         if share.scheduled:
             return self._assembler.batch(share.scheduled)
@@ -212,11 +217,12 @@ class Scheduler:
         ``seconds``: what the runner took for it. Those who wait for its tokens wait longer, from the end of
         the step before, and that is what a step is taken to cost.
         """
-        share, self._in_flight = self._in_flight, Share(0, 0)
+        share, self._in_flight = self._in_flight, None
+        assert share is not None
         if self._last_end is not None:
             seconds = max(seconds, now - self._last_end - share.drafting_s)
         self._pace.note(share, seconds)
-        outcomes = StepOutcomes(result, self.max_model_len)
+        outcomes = StepOutcomes(result)
         outputs: list[EngineOutput] = []
         for seq in share.scheduled:
             if self._whole:
@@ -265,7 +271,7 @@ class Scheduler:
         line = self._waiting
         if line.num_tenants > 1:
             running = sorted(running, key=lambda seq: line.precedence(seq, now))
-        entering = line.in_order(now) if len(line) else iter(())
+        entering = line.in_order(now) if line.size else iter(())
         newcomer = next(entering, None)
         at = 0
         while share.budget > 0:

@@ -35,6 +35,7 @@ class Request:
         "deadline",
         "gather",
         "grammar",
+        "max_model_len",
         "number",
         "params",
         "priority",
@@ -56,6 +57,7 @@ class Request:
         seed: int,
         now: float,
         vocab_size: int,
+        max_model_len: int = sys.maxsize,
         grammar: Grammar | None = None,
         tenant: Tenant | None = None,
         aging_s: float = 0.0,
@@ -71,6 +73,7 @@ class Request:
         self.priority = request.priority
         self.number = number
         self.seed = (seed if params.seed is None else params.seed) & (2**64 - 1)
+        self.max_model_len = max_model_len
         self.cache_salt = request.cache_salt
         self.gather = request.gather
         # A clock that runs ahead must not make a request immortal in the queue.
@@ -108,7 +111,7 @@ class Sequence:
         "_bans",
         "_bias",
         "_capacity",
-        "_longest",
+        "_most_tokens",
         "_seen",
         "_tokens",
         "block_keys",
@@ -136,6 +139,7 @@ class Sequence:
         "rank",
         "request",
         "row",
+        "stop_ids",
         "untold",
         "untold_logprobs",
         "waits_for",
@@ -174,7 +178,10 @@ class Sequence:
         self.untold_logprobs: list[TokenLogprobs] | None = None
         params = request.params
         self.num_logprobs = params.logprobs
-        self._longest = sys.maxsize if params.max_tokens is None else len(prompt) + params.max_tokens
+        self.stop_ids = request.stop_ids
+        self._most_tokens = request.max_model_len
+        if params.max_tokens is not None:
+            self._most_tokens = min(len(prompt) + params.max_tokens, request.max_model_len)
         # Of the prompt's tokens from the second on, as far as computed; the first choice's stand for all.
         wanted = params.prompt_logprobs is not None and choice == 0 and not said
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
@@ -219,7 +226,7 @@ class Sequence:
 
     def block_tokens(self, index: int) -> bytes:
         """The tokens of a full block, as the prefix cache has them."""
-        return self._tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE].tobytes()
+        return self.ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE].tobytes()
 
     def append(self, token: int) -> None:
         """Add a sampled token."""
@@ -233,6 +240,19 @@ class Sequence:
         if self.matcher is not None:
             self.matcher.accept(token)
 
+    def take(self, token: int) -> str | None:
+        """Add a sampled token, to be told; no draft is placed.
+
+        Returns why it is the last one, ``stop`` or ``length``, or None: the sequence goes on.
+        """
+        self.append(token)
+        self.untold.append(token)
+        if token in self.stop_ids:
+            return "stop"  # never before min_tokens: until then these are banned
+        if self.matcher is not None and self.matcher.complete:
+            return "stop"  # nothing can follow, min_tokens or not
+        return "length" if self.num_tokens >= self._most_tokens else None
+
     def place_draft(self, draft: list[int]) -> None:
         """Add guessed tokens, for one step to verify."""
         self._write(draft)
@@ -244,17 +264,6 @@ class Sequence:
         draft: list[int] = self._tokens[known : self.num_tokens].tolist()
         self.num_tokens, self.num_draft_tokens = known, 0
         return draft
-
-    def finish_reason(self, token: int, max_model_len: int) -> str | None:
-        """Whether ``token``, its last one, ended the sequence: ``stop``, ``length`` or None.
-
-        No draft is placed.
-        """
-        if token in self.request.stop_ids:
-            return "stop"  # never before min_tokens: until then these are banned
-        if self.matcher is not None and self.matcher.complete:
-            return "stop"  # nothing can follow, min_tokens or not
-        return "length" if self.num_tokens >= min(self._longest, max_model_len) else None
 
     def least_output(self, max_model_len: int) -> int:
         """So many more tokens, at least, until the sequence can end."""
@@ -312,7 +321,7 @@ class Sequence:
         """News of this sequence: the tokens that no output has had yet, the last of which may have ended it."""
         tokens, self.untold = self.untold, []
         logprobs, self.untold_logprobs = self.untold_logprobs, None
-        stopped = finish_reason == "stop" and tokens and tokens[-1] in self.request.stop_ids
+        stopped = finish_reason == "stop" and tokens and tokens[-1] in self.stop_ids
         return EngineOutput(
             request_id=self.request.request_id,
             choice=self.choice,

@@ -30,11 +30,8 @@ class WaitingLine:
     def __init__(self, aging_s: float) -> None:
         self._aging_s = aging_s
         self._tenants: dict[str, Tenant] = {}
-        self._size = 0
+        self.size = 0  # sequences
         self.num_tenants = 0  # that have sequences
-
-    def __len__(self) -> int:
-        return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
         """All that wait, tenant by tenant."""
@@ -72,13 +69,13 @@ class WaitingLine:
     def add(self, seq: Sequence) -> None:
         """``seq`` waits: it is new, or was preempted."""
         insort(seq.request.tenant.waiting, seq, key=_by_rank)
-        self._size += 1
+        self.size += 1
 
     def remove(self, seq: Sequence) -> None:
         """``seq`` waits no longer."""
         line = seq.request.tenant.waiting
         del line[bisect_left(line, seq.rank, key=_by_rank)]
-        self._size -= 1
+        self.size -= 1
 
     def admitted(self, seq: Sequence, tokens: int, now: float) -> None:
         """``seq`` has blocks; ``tokens`` of its prompt are going to be computed for the first time."""
