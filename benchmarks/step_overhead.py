@@ -129,9 +129,7 @@ def decode(engine: Engine, sequences: int, steps: int, gather: int) -> None:
         params = SamplingParams(max_tokens=steps, ignore_eos=True, seed=number)
         # Prompts of several lengths: sequences seldom need their next blocks in the same step.
         prompt = [number % vocab_size] * (PROMPT + number)
-        request = EngineRequest(
-            request_id=str(number), prompt_token_ids=prompt, params=params, gather=gather
-        )
+        request = EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=params, gather=gather)
         client.submit(request, sink)
     for _ in range(sequences):
         ended.acquire()

@@ -59,7 +59,9 @@ class _Decodes:
         self._ends = memoryview(batch.context_len)
         self._groups = [
             (memoryview(slots), memoryview(table), group.cells)
-            for slots, table, group in zip(batch.slot_mapping, batch.block_tables, kv_cache.groups, strict=True)
+            for slots, table, group in zip(
+                batch.slot_mapping, batch.block_tables, kv_cache.groups, strict=True
+            )
         ]
         self._width = batch.block_tables[0].shape[1]
         if self._sampling is None:  # nothing changes but the position, which is where the context ends
