@@ -152,7 +152,7 @@ def test_a_poisoned_sequence_fails_alone(
 
 
 def test_a_result_holds_nothing_of_the_one_before(folder: Path) -> None:
-    """Their arrays are the same: a row that asks for fewer log-probabilities had the last step's behind its own."""
+    """Their arrays are the same: a row that asked for fewer top tokens had the last step's behind its own."""
     runner = open_runner(folder)
     for asked in ([3, -1], [-1, 2], [0, 3]):
         batch = clean_batch()

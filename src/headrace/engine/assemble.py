@@ -32,7 +32,7 @@ class Assembler:
 
         Its arrays hold until the next call.
         """
-        one_each = all([seq.num_scheduled == 1 and seq.num_logit_rows == 1 for seq in scheduled])
+        one_each = {(seq.num_scheduled, seq.num_logit_rows) for seq in scheduled} == {(1, 1)}
         last = self._last
         if one_each and last is not None and last.sequences == scheduled and last.advance():
             return last.batch

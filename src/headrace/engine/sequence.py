@@ -318,7 +318,7 @@ class Sequence:
         return 0.0 if temperature < _GREEDY_BELOW else temperature
 
     def output(self, finish_reason: str | None = None) -> EngineOutput:
-        """News of this sequence: the tokens that no output has had yet, the last of which may have ended it."""
+        """News of this sequence: the tokens that no output has had; the last one may have ended it."""
         tokens, self.untold = self.untold, []
         logprobs, self.untold_logprobs = self.untold_logprobs, None
         stopped = finish_reason == "stop" and tokens and tokens[-1] in self.stop_ids
