@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from headrace.backend.batch import BLOCK_SIZE
+from headrace.backend.batch import BLOCK_SIZE, Int32
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.prefix_cache import NO_BLOCK, CachedBlock
 
@@ -28,7 +28,7 @@ class KVGroup:
         self.empty = num_blocks - 1 if window is not None else 0
         usable = num_blocks - 1 if window is not None else num_blocks
         self.pool = BlockPool(usable, first=index)
-        self.table = np.zeros(shape, np.int32)
+        self.table: Int32 = np.zeros(shape, np.int32)
         self.cells = memoryview(self.table)  # the same, entry by entry
         self.first = [0] * shape[0]  # blocks of each row that have been given back
         self.idle: OrderedDict[CachedBlock, None] = OrderedDict()
