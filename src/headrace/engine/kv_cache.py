@@ -291,7 +291,7 @@ class KVCache:
     def block_tables(self, rows: NDArray[np.intp], width: int) -> tuple[Int32, ...]:
         """Per group, a copy of the tables of ``rows``: ``[r, width]``, 0 beyond a sequence's own blocks.
 
-        It is narrower where the longest context has fewer blocks.
+        They are narrower than ``width`` where the longest context there can be has fewer blocks.
         """
         return tuple(table[rows, :width] for table in self._tables)
 
