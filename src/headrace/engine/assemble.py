@@ -54,11 +54,11 @@ class _Decodes:
         self._kv = kv_cache
         self._num_rewrites = kv_cache.num_rewrites
         self._sampling = None if all(seq.is_plain for seq in sequences) else sampling
-        self._tokens = memoryview(batch.token_ids)
-        self._positions = memoryview(batch.positions)
-        self._ends = memoryview(batch.context_len)
+        self._tokens = batch.token_ids.data
+        self._positions = batch.positions.data
+        self._ends = batch.context_len.data
         self._groups = [
-            (memoryview(slots), memoryview(table), group.cells)
+            (slots.data, table.data, group.cells)
             for slots, table, group in zip(
                 batch.slot_mapping, batch.block_tables, kv_cache.groups, strict=True
             )

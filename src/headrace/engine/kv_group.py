@@ -29,7 +29,7 @@ class KVGroup:
         usable = num_blocks - 1 if window is not None else num_blocks
         self.pool = BlockPool(usable, first=index)
         self.table: Int32 = np.zeros(shape, np.int32)
-        self.cells = memoryview(self.table)  # the same, entry by entry
+        self.cells = self.table.data  # the same, entry by entry
         self.first = [0] * shape[0]  # blocks of each row that have been given back
         self.idle: OrderedDict[CachedBlock, None] = OrderedDict()
 

@@ -17,7 +17,7 @@ _NOTHING_LEFT = (
 )
 
 
-class Outcome(msgspec.Struct):
+class Outcome(msgspec.Struct, gc=False):
     """What a sequence got of a step: so many tokens, of which ``drafted`` and ``accepted`` were guessed."""
 
     num_tokens: int

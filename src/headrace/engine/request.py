@@ -168,7 +168,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """News of one sequence (``choice`` of ``n``) after a step, or after several (``EngineRequest.gather``).
 
     ``finish_reason``: None while running; ``stop`` (EOS or stop token, which is the last of token_ids, or

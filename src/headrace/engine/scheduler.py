@@ -328,13 +328,13 @@ class Scheduler:
         if outcome.num_tokens == 0:
             return None
         self.generation_tokens += outcome.num_tokens
-        seq.request.tenant.serve(outcome.num_tokens)
+        seq.tenant.serve(outcome.num_tokens)
         is_first = seq.first_token_time is None
         if is_first:
             seq.first_token_time = now
         if outcome.finish_reason is not None:
             self._remove(seq)
-        elif len(seq.untold) < seq.request.gather and not is_first:
+        elif len(seq.untold) < seq.gather and not is_first:
             return None
         output = seq.output(outcome.finish_reason)
         if is_first:

@@ -119,6 +119,7 @@ class Sequence:
         "commit_at",
         "first_scheduled_time",
         "first_token_time",
+        "gather",
         "ids",
         "is_new",
         "is_plain",
@@ -140,6 +141,7 @@ class Sequence:
         "request",
         "row",
         "stop_ids",
+        "tenant",
         "untold",
         "untold_logprobs",
         "waits_for",
@@ -154,7 +156,7 @@ class Sequence:
         self.choice = choice
         self.rank: Rank = (request.urgency, request.number, choice)
         self._tokens = prompt
-        self.ids = memoryview(prompt)  # its tokens as ints, one by one; until the next append
+        self.ids = prompt.data  # its tokens as ints, one by one; until the next append
         self._capacity = len(prompt)
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
@@ -178,7 +180,7 @@ class Sequence:
         self.untold_logprobs: list[TokenLogprobs] | None = None
         params = request.params
         self.num_logprobs = params.logprobs
-        self.stop_ids = request.stop_ids
+        self.stop_ids, self.tenant, self.gather = request.stop_ids, request.tenant, request.gather
         self._most_tokens = request.max_model_len
         if params.max_tokens is not None:
             self._most_tokens = min(len(prompt) + params.max_tokens, request.max_model_len)
@@ -353,7 +355,7 @@ class Sequence:
         self._capacity = count + max(_MIN_GROWTH, count // 2)
         grown = np.empty(self._capacity, np.int32)
         grown[: self.num_tokens] = self._tokens[: self.num_tokens]
-        self._tokens, self.ids = grown, memoryview(grown)
+        self._tokens, self.ids = grown, grown.data
 
     def _bad_ends(self, position: int) -> list[int]:
         """Tokens that would complete a bad word at ``position``."""
