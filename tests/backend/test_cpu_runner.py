@@ -175,6 +175,20 @@ def test_a_poisoned_sequence_fails_alone(
     np.testing.assert_array_equal(logits[38:], expected[19:])
 
 
+def test_a_result_holds_nothing_of_the_one_before(folder: Path) -> None:
+    """Their arrays are the same: a row that asked for fewer top tokens had the last step's behind its own."""
+    runner = open_runner(folder)
+    for asked in ([3, -1], [-1, 2], [0, 3]):
+        batch = clean_batch()
+        batch.sampling.num_logprobs[: len(asked)] = asked
+        result = runner.run(batch)
+        for row, wanted in enumerate(asked):
+            told = max(wanted, 0)
+            assert (result.top_ids[row, :told] >= 0).all() and (result.top_ids[row, told:] == -1).all()
+            assert np.isnan(result.top_logprobs[row, told:]).all()
+            assert np.isnan(result.logprobs[row]) == (wanted < 0)
+
+
 def test_blocks_that_held_poison_can_be_used_again(
     folder: Path, poisoned: SafetensorsCheckpoint, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

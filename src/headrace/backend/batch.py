@@ -2,7 +2,8 @@
 
 An encoder takes every sequence whole: all its tokens, from position 0, in one step, and one logit row.
 
-A Batch is immutable while it is in flight. All arrays are C-contiguous numpy arrays.
+A Batch is immutable while it is in flight; the next step may be the same Batch with other numbers in it. All
+arrays are C-contiguous numpy arrays.
 ``n`` tokens, ``r`` sequences, ``m`` logit rows, ``g`` KV groups.
 """
 

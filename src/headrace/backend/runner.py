@@ -57,7 +57,10 @@ class Runner(Protocol):
     block_bytes: tuple[int, ...]  # of one KV block in each group, as read_blocks gives it
 
     def run(self, batch: Batch) -> StepResult:
-        """Execute one step: write K and V of every token, sample every logit row. Blocking."""
+        """Execute one step: write K and V of every token, sample every logit row. Blocking.
+
+        The result's arrays hold until the next call.
+        """
         ...
 
     def read_blocks(self, group: int, blocks: list[int]) -> NDArray[np.uint8]:

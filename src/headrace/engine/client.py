@@ -49,7 +49,10 @@ class EngineClient(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """A recent snapshot, at most one step old."""
+        """A recent snapshot: at most a tenth of a second or a step old.
+
+        A step in which a sequence has come, gone or begun to wait is in it.
+        """
         ...
 
     def close(self, timeout_s: float = 5.0) -> None:

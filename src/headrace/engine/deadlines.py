@@ -25,26 +25,26 @@ class Deadlines:
     def __init__(self, cost: StepCost, max_model_len: int) -> None:
         self._cost = cost
         self._max_model_len = max_model_len
-        self._by_time: list[tuple[float, int, Request]] = []  # a heap; ended requests stay until they surface
+        self.by_time: list[tuple[float, int, Request]] = []  # a heap; ended requests stay until they surface
         self._next_look = -math.inf
 
     def add(self, request: Request) -> None:
         """A new request."""
         if request.deadline < math.inf:
-            heapq.heappush(self._by_time, (request.deadline, request.number, request))
+            heapq.heappush(self.by_time, (request.deadline, request.number, request))
 
     def passed(self, now: float) -> list[Request]:
         """Requests whose time is over; they are forgotten here."""
         found = []
-        while self._by_time and (self._by_time[0][0] <= now or not self._by_time[0][2].sequences):
-            _, _, request = heapq.heappop(self._by_time)
+        while self.by_time and (self.by_time[0][0] <= now or not self.by_time[0][2].sequences):
+            _, _, request = heapq.heappop(self.by_time)
             if request.sequences:
                 found.append(request)
         return found
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to look for hopeless requests."""
-        return bool(self._by_time) and now >= self._next_look and self._cost.is_known
+        return bool(self.by_time) and now >= self._next_look and self._cost.is_known
 
     def hopeless(
         self,

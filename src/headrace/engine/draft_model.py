@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace.backend.batch import BLOCK_SIZE, StepResult
 from headrace.backend.runner import Runner, RunnerSettings
-from headrace.engine.assemble import assemble
+from headrace.engine.assemble import Assembler
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.request import EngineRequest, SamplingParams
 from headrace.engine.sampling_rows import SamplingRows
@@ -76,6 +76,7 @@ class DraftModel:
         self._own_vocab_size = architecture.vocab_size
         self._max_batch_tokens = settings.max_batch_tokens
         self._rows = SamplingRows(settings.max_sequences, architecture.vocab_size)
+        self._assembler = Assembler(self.kv_cache, self._rows)
         self._free_rows = list(range(settings.max_sequences - 1, -1, -1))
         self._shadows: dict[Rank, _Shadow] = {}  # of sequences with blocks here
         self._refused: dict[Rank, int] = {}  # the call at which there was no room
@@ -236,7 +237,7 @@ class DraftModel:
         return max(BLOCK_SIZE, int(steps * self.cost.line(sequences)[0] / each))
 
     def _step(self, scheduled: list[Sequence]) -> StepResult:
-        batch = assemble(scheduled, self.kv_cache, self._rows)
+        batch = self._assembler.batch(scheduled)
         start = self._clock()
         result = self._runner.run(batch)
         seconds = self._clock() - start
@@ -259,7 +260,7 @@ class DraftModel:
             own.num_computed_tokens = count - tokens
             own.num_scheduled, own.num_logit_rows = tokens, 1
             if number == 0:  # memory is touched for the first time
-                self._runner.run(assemble([own], self.kv_cache, self._rows))
+                self._runner.run(self._assembler.batch([own]))
             else:
                 self._step([own])
         self.kv_cache.release(own)

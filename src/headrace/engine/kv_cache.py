@@ -66,7 +66,7 @@ class KVCache:
         self._whole = tuple(group for group in self.groups if group.window is None)
         self.pools = tuple(group.pool for group in self.groups)
         self._tables = tuple(group.table for group in self.groups)
-        self._num_held = [0] * max_sequences  # logical blocks of each row
+        self.num_rewrites = 0  # how often tables have changed, other than by growing at their end
         self._cached: list[list[CachedBlock]] = [[] for _ in range(max_sequences)]  # leading ones of each row
         self._sequences: dict[int, Sequence] = {}
         self._loads = None if tier is None else TierLoads(tier, self.groups)
@@ -178,9 +178,11 @@ class KVCache:
         for index, block in enumerate(prefix):
             self._attach(row, index, block)
         self._cached[row] = list(prefix)
-        self._num_held[row] = start
+        seq.num_slots = start * BLOCK_SIZE
+        seq.commit_at = 0
+        self.num_rewrites += 1
         self._sequences[row] = seq
-        self._take(row, count - start)
+        self._take(seq, count - start)
         seq.num_computed_tokens = start * BLOCK_SIZE
         if self.prefix_caching:
             keys = self._keys(seq, seq.num_tokens // BLOCK_SIZE)
@@ -200,22 +202,14 @@ class KVCache:
         self.tier.poll()
         return [seq for seq, _, _ in list(self._loads.by_row.values()) if self._take_in(seq)]
 
-    def lacks_blocks(self, seq: Sequence) -> bool:
-        """Whether the tables do not cover all of the sequence's tokens yet."""
-        return blocks_for(seq.num_tokens) > self._num_held[seq.row]
-
-    def num_spare_slots(self, seq: Sequence) -> int:
-        """Tokens beyond the sequence's own that its tables cover."""
-        return self._num_held[seq.row] * BLOCK_SIZE - seq.num_tokens
-
     def grow(self, seq: Sequence) -> bool:
         """Make the tables cover all of the sequence's tokens. False, and nothing changed, without blocks."""
-        missing = blocks_for(seq.num_tokens) - self._num_held[seq.row]
+        missing = blocks_for(seq.num_tokens - seq.num_slots)
         if missing <= 0:
             return True
         if missing > self.num_available:
             return False
-        self._take(seq.row, missing)
+        self._take(seq, missing)
         return True
 
     def commit(self, seq: Sequence) -> None:
@@ -227,8 +221,10 @@ class KVCache:
         full = seq.num_computed_tokens // BLOCK_SIZE
         if (self.prefix_caching or self.tier is not None) and full > len(self._cached[seq.row]):
             self._publish(seq, full)
+        seq.commit_at = (full + 1) * BLOCK_SIZE
         for group in self._windowed:
             self._pass_by(group, seq)
+            seq.commit_at = min(seq.commit_at, group.passes_at(seq.row))
 
     def _publish(self, seq: Sequence, full: int) -> None:
         row, cached = seq.row, self._cached[seq.row]
@@ -245,7 +241,7 @@ class KVCache:
                 return  # another content has this hash: this chain ends here, uncached
             else:
                 held = [
-                    int(group.table[row, index]) if index >= group.first[row] else NO_BLOCK
+                    group.cells[row, index] if index >= group.first[row] else NO_BLOCK
                     for group in self.groups
                 ]
                 block = CachedBlock(key, parent, tokens, salt, held)
@@ -256,7 +252,7 @@ class KVCache:
         """Take all blocks from a sequence: its own become free, cached ones stay findable until evicted."""
         row = seq.row
         cached = self._cached[row]
-        held = self._num_held[row]
+        held = seq.num_slots // BLOCK_SIZE
         if self._loads is not None and row in self._loads.by_row:
             self._loads.end(row)
         seq.num_loading = 0
@@ -270,7 +266,8 @@ class KVCache:
             self.prefix_cache.drop(block)
         for key in seq.block_keys[len(cached) :]:
             self.prefix_cache.withdraw(key, row)
-        self._num_held[row] = 0
+        seq.num_slots = 0
+        self.num_rewrites += 1
         self._cached[row] = []
         del self._sequences[row]
 
@@ -291,10 +288,12 @@ class KVCache:
         logical, offset = positions >> _BLOCK_BITS, positions & (BLOCK_SIZE - 1)
         return tuple((table[rows, logical] << _BLOCK_BITS) + offset for table in self._tables)
 
-    def block_tables(self, rows: NDArray[np.intp]) -> tuple[Int32, ...]:
-        """Per group, a copy of the tables of ``rows``: ``[r, widest]``, 0 beyond a sequence's own blocks."""
-        widest = max(self._num_held[row] for row in rows.tolist())
-        return tuple(table[rows, :widest] for table in self._tables)
+    def block_tables(self, rows: NDArray[np.intp], width: int) -> tuple[Int32, ...]:
+        """Per group, a copy of the tables of ``rows``: ``[r, width]``, 0 beyond a sequence's own blocks.
+
+        They are narrower than ``width`` where the longest context there can be has fewer blocks.
+        """
+        return tuple(table[rows, :width] for table in self._tables)
 
     # Inside
 
@@ -323,8 +322,8 @@ class KVCache:
         self._loads.end(seq.row)
         return True
 
-    def _take(self, row: int, count: int) -> None:
-        held = self._num_held[row]
+    def _take(self, seq: Sequence, count: int) -> None:
+        row, held = seq.row, seq.num_slots // BLOCK_SIZE
         for index in range(held, held + count):
             for group in self.groups:
                 if index < group.first[row]:
@@ -334,8 +333,8 @@ class KVCache:
                         self._evict()
                     else:
                         self._drop_idle(group)
-                group.table[row, index] = group.pool.take()
-        self._num_held[row] = held + count
+                group.cells[row, index] = group.pool.take()
+        seq.num_slots = (held + count) * BLOCK_SIZE
 
     def _evict(self) -> None:
         block = self.prefix_cache.evict()
@@ -359,11 +358,12 @@ class KVCache:
     def _replace(self, row: int, index: int, block: CachedBlock) -> None:
         """A sequence takes a cached block for its own of equal content; what that lacks it gets from it."""
         self.prefix_cache.use(block)
+        self.num_rewrites += 1
         for group in self.groups:
             if index < group.first[row]:
                 continue
             if block.blocks[group.index] == NO_BLOCK:
-                block.blocks[group.index] = int(group.table[row, index])
+                block.blocks[group.index] = group.cells[row, index]
             else:
                 group.give_back(row, index)
                 group.share(row, index, block)
@@ -372,13 +372,16 @@ class KVCache:
         """Give back what the group's window shows to no query of ``seq`` any more."""
         row, cached = seq.row, self._cached[seq.row]
         seen = group.first_seen(seq.num_computed_tokens)
+        if seen <= group.first[row]:
+            return
+        self.num_rewrites += 1
         for index in range(group.first[row], seen):
             if index < len(cached):
                 group.leave(cached[index])
             else:
                 group.give_back(row, index)
-            group.table[row, index] = group.empty
-        group.first[row] = max(seen, group.first[row])
+            group.cells[row, index] = group.empty
+        group.first[row] = seen
 
     def check(self) -> None:
         """Prove that nothing leaked: raises HeadraceError naming the first inconsistency.

@@ -32,8 +32,9 @@ def check_kv_cache(kv: KVCache) -> None:
         if parent in place:
             _prove(block in place and place[block] < place[parent], "a parent would go before its child")
     _prove(cache.announced_rows() <= set(kv._sequences), "a block is announced by nobody")
-    held = np.array(kv._num_held, np.int32)
-    _prove(set(np.flatnonzero(held).tolist()) <= set(kv._sequences), "a row without a sequence holds blocks")
+    held = np.zeros(kv.max_sequences, np.int32)
+    for row, seq in kv._sequences.items():
+        held[row] = seq.num_slots // BLOCK_SIZE
     for group in kv.groups:
         _check_group(kv, group, held, blocks)
     for row, seq in kv._sequences.items():

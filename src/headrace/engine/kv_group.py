@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from headrace.backend.batch import BLOCK_SIZE
+from headrace.backend.batch import BLOCK_SIZE, Int32
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.prefix_cache import NO_BLOCK, CachedBlock
 
@@ -28,7 +28,8 @@ class KVGroup:
         self.empty = num_blocks - 1 if window is not None else 0
         usable = num_blocks - 1 if window is not None else num_blocks
         self.pool = BlockPool(usable, first=index)
-        self.table = np.zeros(shape, np.int32)
+        self.table: Int32 = np.zeros(shape, np.int32)
+        self.cells = self.table.data  # the same, entry by entry
         self.first = [0] * shape[0]  # blocks of each row that have been given back
         self.idle: OrderedDict[CachedBlock, None] = OrderedDict()
 
@@ -41,6 +42,11 @@ class KVGroup:
         """The first block that a query at ``position``, and so any later one, sees."""
         return 0 if self.window is None else max(0, position - self.window + 1) // BLOCK_SIZE
 
+    def passes_at(self, row: int) -> int:
+        """The position from which on no query of a row's sequence sees the first block that it has here."""
+        assert self.window is not None
+        return (self.first[row] + 1) * BLOCK_SIZE + self.window - 1
+
     def skip(self, row: int, count: int) -> None:
         """A sequence begins behind its first ``count`` blocks, which it has never held here."""
         self.table[row, :count] = self.empty
@@ -52,7 +58,7 @@ class KVGroup:
         if self.pool.references[physical] == 0:
             self.idle.pop(block, None)
         self.pool.share(physical)
-        self.table[row, index] = physical
+        self.cells[row, index] = physical
 
     def leave(self, block: CachedBlock) -> None:
         """One row fewer refers to a cached block that is here."""
@@ -63,7 +69,7 @@ class KVGroup:
 
     def give_back(self, row: int, index: int) -> None:
         """A row loses a block of its own."""
-        physical = int(self.table[row, index])
+        physical = self.cells[row, index]
         self.pool.release(physical)
         if self.pool.references[physical] == 0:
             self.pool.reclaim(physical)

@@ -61,7 +61,7 @@ class TierLoads:
         seq, start, loading = self.by_row[row]
 
         def physical(index: int) -> list[int]:
-            return [int(group.table[row, start + index]) for group in self._groups]
+            return [group.cells[row, start + index] for group in self._groups]
 
         tokens = self._tier.restore(loading, physical) * BLOCK_SIZE
         self._tier.poll()

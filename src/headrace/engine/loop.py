@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from headrace.engine.request import EngineOutput, EngineRequest, EngineStats, re
 from headrace.errors import HeadraceError
 
 _log = logging.getLogger(__name__)
+_STATS_EVERY_S = 0.1
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -29,10 +31,13 @@ class Stop(msgspec.Struct, tag="stop"):
 
 
 class News(msgspec.Struct, tag="news"):
-    """What a turn of the loop brought. ``num_received``: requests taken from the inbox since start."""
+    """What a turn of the loop brought. ``num_received``: requests taken from the inbox since start.
+
+    ``stats`` come along when a sequence came, went or began to wait, and now and then; else None.
+    """
 
     outputs: list[EngineOutput]
-    stats: EngineStats
+    stats: EngineStats | None
     num_received: int
 
 
@@ -42,8 +47,8 @@ Command = EngineRequest | Abort | Stop
 class EngineLoop:
     """Runs ``engine`` on a thread of its own until told to stop; sleeps while there is nothing to do.
 
-    ``on_news`` is called on that thread after every turn; ``on_end`` once, as its last act, with the error
-    that ended the engine, or None. The engine is closed before ``on_end``.
+    ``on_news`` is called on that thread after every turn that brought any; ``on_end`` once, as its last act,
+    with the error that ended the engine, or None. The engine is closed before ``on_end``.
     """
 
     def __init__(
@@ -56,6 +61,8 @@ class EngineLoop:
         self._inbox: deque[tuple[Command, Grammar | HeadraceError | None]] = deque()
         self._wake = threading.Event()
         self._num_received = 0
+        self._census = (0, 0, 0)  # requests received, sequences running and waiting, as they were last told
+        self._stats_due = 0.0
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
 
     def start(self) -> None:
@@ -93,13 +100,24 @@ class EngineLoop:
         while True:
             if not engine.has_work:
                 self._wake.wait()
-            self._wake.clear()  # before the inbox is read: what comes later sets it again
+                self._wake.clear()  # before the inbox is read: what comes later sets it again
             outputs, stop = self._read_inbox()
             if not stop and engine.has_work:
                 outputs += engine.step()
-            self._on_news(News(outputs, engine.stats(), self._num_received))
+            stats = self._stats_if_due()
+            if outputs or stats is not None:
+                self._on_news(News(outputs, stats, self._num_received))
             if stop:
                 return
+
+    def _stats_if_due(self) -> EngineStats | None:
+        """A snapshot, if the last one no longer says how many sequences there are, or is old."""
+        scheduler, now = self._engine.scheduler, time.monotonic()
+        census = self._num_received, scheduler.num_running, scheduler.num_waiting
+        if census == self._census and now < self._stats_due:
+            return None
+        self._census, self._stats_due = census, now + _STATS_EVERY_S
+        return self._engine.stats()
 
     def _read_inbox(self) -> tuple[list[EngineOutput], bool]:
         outputs: list[EngineOutput] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from headrace.backend.batch import StepResult
 from headrace.engine.request import TokenLogprobs
@@ -16,63 +17,56 @@ _NOTHING_LEFT = (
 )
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What a sequence got of a step. ``drafted`` and ``accepted`` count the tokens that were guessed."""
+class Outcome(msgspec.Struct, gc=False):
+    """What a sequence got of a step: so many tokens, of which ``drafted`` and ``accepted`` were guessed."""
 
-    tokens: list[int]
-    logprobs: list[TokenLogprobs] | None
+    num_tokens: int
     finish_reason: str | None
-    failed: bool = False
-    drafted: int = 0
-    accepted: int = 0
+    failed: bool
+    drafted: int
+    accepted: int
 
 
 class StepOutcomes:
     """Reads a result sequence by sequence, in the order of its batch."""
 
-    def __init__(self, result: StepResult, max_model_len: int) -> None:
+    def __init__(self, result: StepResult) -> None:
         self._result = result
-        self._max_model_len = max_model_len
         self._sampled: list[int] = result.token_ids.tolist()
         self._failed: list[bool] = result.failed.tolist()
         self._next = 0  # first logit row of the next sequence
 
     def take(self, seq: Sequence) -> Outcome:
-        """Extend ``seq`` by what was sampled for it.
+        """Extend ``seq`` by what was sampled for it; it is to be told.
 
         A drafted token counts exactly when it is the one that was sampled in its place. The first one that
         was not, and all that was computed after it, is forgotten: other tokens will take its slots.
         """
-        draft = seq.take_draft() if seq.num_draft_tokens else []
+        draft = seq.take_draft() if seq.num_draft_tokens else ()
         seq.num_computed_tokens += seq.num_scheduled
         row, end = self._next, self._next + seq.num_logit_rows
         self._next = end
         sound = True
-        if seq.lacks_prompt_logprobs:
+        if seq.prompt_logprobs is not None and seq.lacks_prompt_logprobs:
             row, sound = self._take_prompt_logprobs(seq, row)
-        outcome = Outcome([], None, None)
-        if draft:
-            outcome.drafted = end - row - 1
-        for index in range(end - row):
-            if self._failed[row + index] or not sound:
-                outcome.failed = True
+        count, accepted, reason, failed = 0, 0, None, False
+        for at in range(row, end):
+            if self._failed[at] or not sound:
+                failed = True
                 break
-            token = self._sampled[row + index]
-            seq.append(token)
-            outcome.tokens.append(token)
-            outcome.finish_reason = seq.finish_reason(token, self._max_model_len)
-            if index < len(draft) and token == draft[index]:
-                outcome.accepted += 1
-            else:
-                break
-            if outcome.finish_reason is not None:
+            token = self._sampled[at]
+            reason = seq.take(token)
+            is_right = count < len(draft) and token == draft[count]
+            count += 1
+            accepted += is_right
+            if reason is not None or not is_right:
                 break
         if draft:
             seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
-        if seq.request.params.logprobs is not None:
-            outcome.logprobs = self._logprobs(seq.request.params.logprobs, row, len(outcome.tokens))
-        return outcome
+        if seq.num_logprobs is not None and count:
+            found = self._logprobs(seq.num_logprobs, row, count)
+            seq.untold_logprobs = found if seq.untold_logprobs is None else seq.untold_logprobs + found
+        return Outcome(count, reason, failed, end - row - 1 if draft else 0, accepted)
 
     def take_vector(self, seq: Sequence) -> bytes | None:
         """An encoder's vector of ``seq``, float32 and little-endian; None when it is not finite."""

@@ -132,7 +132,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
     ``kind``: what is wanted; decoders generate, encoders embed. Of the parameters an embedding uses none.
     ``output_token_ids``: of a request that goes on, what each choice has said already; None: it has ended.
     ``restarted``: an engine before this one had it; no bound of the waiting line turns it away. ``note``:
-    opaque; a journal keeps requests that have one, with it.
+    opaque; a journal keeps requests that have one, with it. ``gather``: who asked is in no hurry; tokens
+    behind a sequence's first may be told so many at a time.
     """
 
     request_id: str
@@ -149,6 +150,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True, tag="reque
     output_token_ids: list[list[int] | None] = msgspec.field(default_factory=list)
     restarted: bool = False
     note: bytes = b""
+    gather: int = 1
 
     @property
     def open_choices(self) -> list[int]:
@@ -166,8 +168,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """News of one sequence (``choice`` of ``n``) after a step.
+class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """News of one sequence (``choice`` of ``n``) after a step, or after several (``EngineRequest.gather``).
 
     ``finish_reason``: None while running; ``stop`` (EOS or stop token, which is the last of token_ids, or
     a grammar that is complete), ``length``, ``abort`` or ``error`` (then ``error_*`` say why). Times are

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,13 +29,10 @@ class SamplingRows:
         self._choice = np.zeros(max_sequences, np.uint32)
         self._num_logprobs = np.zeros(max_sequences, np.int32)
         self._no_masks = np.zeros((0, -(-vocab_size // 32)), np.uint32)
-        # The last table of sequences without anything that changes from token to token, and their rows.
-        self._plain: tuple[list[int], SamplingTable] | None = None
 
     def fill(self, seq: Sequence) -> None:
         """Write the parameters of ``seq`` into its row; they stay until the row's next user."""
         row, params = seq.row, seq.request.params
-        self._plain = None
         self._temperature[row] = seq.sampling_temperature()
         self._top_k[row] = min(max(params.top_k, 0), self._vocab_size)
         self._top_p[row] = params.top_p
@@ -54,11 +50,8 @@ class SamplingRows:
         At a position of the prompt the token is known and only its log-probabilities are wanted: it is
         sampled greedily under a bias that leaves no choice.
         """
-        numbers = [seq.row for seq, _ in sampled]
+        rows = np.array([seq.row for seq, _ in sampled], np.intp)
         positions = np.array([position for _, position in sampled], np.uint32)
-        if self._plain is not None and self._plain[0] == numbers:  # as they were in the step before
-            return replace(self._plain[1], position=positions)
-        rows = np.array(numbers, np.intp)
         temperature, num_logprobs = self._temperature[rows], self._num_logprobs[rows]
         seen: list[_Ragged] = [None] * len(sampled)
         bias: list[_Ragged] = [None] * len(sampled)
@@ -75,7 +68,7 @@ class SamplingRows:
         seen_start, seen_ids, seen_counts = _join(seen, np.int32)
         bias_start, bias_ids, bias_values = _join(bias, np.float32)
         mask_row, masks = self._masks(masks_of)
-        table = SamplingTable(
+        return SamplingTable(
             temperature=temperature,
             top_k=self._top_k[rows],
             top_p=self._top_p[rows],
@@ -96,9 +89,6 @@ class SamplingRows:
             mask_row=mask_row,
             masks=masks,
         )
-        if all(seq.is_plain for seq, _ in sampled):
-            self._plain = numbers, table
-        return table
 
     def _masks(self, masks: list[NDArray[np.uint32] | None]) -> tuple[Int32, NDArray[np.uint32]]:
         """``(mask_row, masks)``; None allows everything."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from headrace.backend.batch import Batch, StepResult
-from headrace.engine.assemble import assemble
+from headrace.engine.assemble import Assembler
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.deadlines import Deadlines
 from headrace.engine.drafter import Drafter
@@ -81,6 +81,7 @@ class Scheduler:
         self._config = config
         self._kv = kv_cache
         self._rows = SamplingRows(kv_cache.max_sequences, vocab_size)
+        self._assembler = Assembler(kv_cache, self._rows)
         self._free_rows = list(range(kv_cache.max_sequences - 1, -1, -1))
         self._vocab_size = vocab_size
         self._spare_rows = max_logit_rows - kv_cache.max_sequences  # beyond one a sequence
@@ -89,7 +90,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingLine(config.priority_aging_s)
         self._running: list[Sequence] = []  # by rank
-        self._in_flight = Share(0, 0)
+        self._in_flight: Share | None = None
         self._last_end: float | None = None  # of the step before, if this one follows at once
         self._prompt_budget = config.max_num_batched_tokens  # of the last step that had room for any
         self._num_arrived = 0
@@ -103,7 +104,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without blocks: new ones and preempted ones."""
-        return len(self._waiting)
+        return self._waiting.size
 
     @property
     def num_tenants(self) -> int:
@@ -123,6 +124,7 @@ class Scheduler:
             seed=seed,
             now=now,
             vocab_size=self._vocab_size,
+            max_model_len=self.max_model_len,
             grammar=grammar,
             tenant=self._waiting.enter(request.tenant, request.tenant_weight, len(request.open_choices)),
             aging_s=self._config.priority_aging_s,
@@ -151,6 +153,8 @@ class Scheduler:
     def expire(self, now: float) -> list[EngineOutput]:
         """End what has waited too long for its first step, and what is or will be too late for its client."""
         outputs = [] if now < self._next_expiry else self._expire_waiting(now)
+        if not self._deadlines.by_time:
+            return outputs
         for request in self._deadlines.passed(now):
             self.deadlines_missed += 1
             message = f"The answer was not complete within timeout_s = {request.params.timeout_s:g}."
@@ -174,31 +178,36 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch | None:
         """The next step's work, or None when there is none. :meth:`commit` must follow every Batch."""
-        self._take_in_loaded()
+        if self._kv.tier is not None:
+            self._take_in_loaded()
         self._make_room()
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for seq in self._running:
             if seq.num_loading:
                 continue
-            lacks_one = seq.num_tokens - seq.num_computed_tokens == 1 and not seq.lacks_prompt_logprobs
-            (decodes if lacks_one else prompts).append(seq)
+            lacks_one = seq.num_tokens - seq.num_computed_tokens == 1
+            if lacks_one and (seq.prompt_logprobs is None or not seq.lacks_prompt_logprobs):
+                decodes.append(seq)
+            else:
+                prompts.append(seq)
         share = Share(self._config.max_num_batched_tokens, self._spare_rows)
         if self.speculation is not None and decodes:
             before_s = self.speculation.seconds
-            share.spare_rows -= self._draft(self.speculation, decodes, share)
+            self.speculation.draft(decodes, share, self._kv, self.num_running, self.max_model_len)
             share.drafting_s = self.speculation.seconds - before_s
         share.give_decodes(decodes)
         context = prompts[0].num_computed_tokens if prompts else 0
         self._pace.limit(share, context)
         self.step_budget = share.decode_tokens + share.budget
         self._prompt_budget = share.budget or self._prompt_budget
-        for seq in self._prompts_in_order(prompts, share, now):
-            share.give(seq)
-            self._waiting.computed(seq, seq.num_scheduled)
+        if prompts or self._waiting.size:
+            for seq in self._prompts_in_order(prompts, share, now):
+                share.give(seq)
+                self._waiting.computed(seq, seq.num_scheduled)
         self._in_flight = share
         if share.scheduled:
-            return assemble(share.scheduled, self._kv, self._rows)
+            return self._assembler.batch(share.scheduled)
         self._last_end = None
         return None
 
@@ -208,11 +217,12 @@ class Scheduler:
         ``seconds``: what the runner took for it. Those who wait for its tokens wait longer, from the end of
         the step before, and that is what a step is taken to cost.
         """
-        share, self._in_flight = self._in_flight, Share(0, 0)
+        share, self._in_flight = self._in_flight, None
+        assert share is not None
         if self._last_end is not None:
             seconds = max(seconds, now - self._last_end - share.drafting_s)
         self._pace.note(share, seconds)
-        outcomes = StepOutcomes(result, self.max_model_len)
+        outcomes = StepOutcomes(result)
         outputs: list[EngineOutput] = []
         for seq in share.scheduled:
             if self._whole:
@@ -234,7 +244,7 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Blocks for every running sequence's next token, if need be at the expense of a later one."""
-        short = [seq for seq in self._running if self._kv.lacks_blocks(seq)]
+        short = [seq for seq in self._running if seq.num_tokens > seq.num_slots]
         for seq in short:
             while seq.row >= 0 and not self._kv.grow(seq):
                 self._preempt(self._victim(seq))
@@ -256,43 +266,12 @@ class Scheduler:
         seq.num_computed_tokens = 0
         self._waiting.add(seq)
 
-    def _draft(self, speculation: Speculation, decodes: list[Sequence], share: Share) -> int:
-        """Place drafts behind the tokens of those that decode; returns how many tokens they have."""
-        room = min(share.spare_rows, share.budget - len(self._running))
-        if room <= 0:
-            return 0
-        # Blocks that the others will soon need are not for guesses.
-        may_grow = self._kv.num_available > len(self._running)
-        limits = [min(self._most_drafted(seq, may_grow), room // len(decodes) or 1) for seq in decodes]
-        placed = 0
-        for seq, draft in zip(decodes, speculation.propose(decodes, limits), strict=True):
-            if not draft or placed + len(draft) > room:
-                continue
-            seq.place_draft(draft)
-            if self._kv.lacks_blocks(seq) and not (
-                self._kv.num_available > len(self._running) and self._kv.grow(seq)
-            ):
-                seq.take_draft()
-            placed += seq.num_draft_tokens
-        return placed
-
-    def _most_drafted(self, seq: Sequence, may_grow: bool) -> int:
-        """So many that, all of them accepted and one more sampled, no limit is passed.
-
-        Unless it ``may_grow``, its draft has to fit into the blocks that it has.
-        """
-        room = self.max_model_len - seq.num_tokens
-        max_tokens = seq.request.params.max_tokens
-        if max_tokens is not None:
-            room = min(room, max_tokens - seq.num_output_tokens)
-        return room - 1 if may_grow else min(room - 1, self._kv.num_spare_slots(seq))
-
     def _prompts_in_order(self, running: list[Sequence], share: Share, now: float) -> Iterator[Sequence]:
         """Those that lack more than a token, newcomers included, while tokens last: the most urgent first."""
         line = self._waiting
         if line.num_tenants > 1:
             running = sorted(running, key=lambda seq: line.precedence(seq, now))
-        entering = line.in_order(now) if len(line) else iter(())
+        entering = line.in_order(now) if line.size else iter(())
         newcomer = next(entering, None)
         at = 0
         while share.budget > 0:
@@ -338,26 +317,26 @@ class Scheduler:
 
     def _report(self, seq: Sequence, outcome: Outcome, now: float) -> EngineOutput | None:
         """What the step did for ``seq``: its news, if there is any."""
-        tokens = outcome.tokens
         if outcome.failed:
             # Its K and V may be as broken as its logits: no block of this step becomes findable.
             self._remove(seq)
-            output = seq.error_output(*why_failed(seq))
-            output.token_ids, output.logprobs = tokens, outcome.logprobs
-            return output
+            return seq.error_output(*why_failed(seq))
         if outcome.drafted and self.speculation is not None:
             self.speculation.note_draft(seq, outcome.drafted, outcome.accepted)
-        self._kv.commit(seq)
-        if not tokens:
+        if seq.num_computed_tokens >= seq.commit_at:
+            self._kv.commit(seq)
+        if outcome.num_tokens == 0:
             return None
-        self.generation_tokens += len(tokens)
-        seq.request.tenant.serve(len(tokens))
+        self.generation_tokens += outcome.num_tokens
+        seq.tenant.serve(outcome.num_tokens)
         is_first = seq.first_token_time is None
         if is_first:
             seq.first_token_time = now
         if outcome.finish_reason is not None:
             self._remove(seq)
-        output = seq.token_output(tokens, outcome.logprobs, outcome.finish_reason)
+        elif len(seq.untold) < seq.gather and not is_first:
+            return None
+        output = seq.output(outcome.finish_reason)
         if is_first:
             output.prompt_logprobs = seq.prompt_logprobs
         return output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection
 
 import numpy as np
@@ -32,7 +33,9 @@ class Request:
         "ban_ids",
         "cache_salt",
         "deadline",
+        "gather",
         "grammar",
+        "max_model_len",
         "number",
         "params",
         "priority",
@@ -54,6 +57,7 @@ class Request:
         seed: int,
         now: float,
         vocab_size: int,
+        max_model_len: int = sys.maxsize,
         grammar: Grammar | None = None,
         tenant: Tenant | None = None,
         aging_s: float = 0.0,
@@ -69,7 +73,9 @@ class Request:
         self.priority = request.priority
         self.number = number
         self.seed = (seed if params.seed is None else params.seed) & (2**64 - 1)
+        self.max_model_len = max_model_len
         self.cache_salt = request.cache_salt
+        self.gather = request.gather
         # A clock that runs ahead must not make a request immortal in the queue.
         self.arrival_time = min(request.arrival_time or now, now)
         # Time adds the same to all that wait, so that ages need no clock: who came earlier is ahead for good.
@@ -105,12 +111,16 @@ class Sequence:
         "_bans",
         "_bias",
         "_capacity",
+        "_most_tokens",
         "_seen",
         "_tokens",
         "block_keys",
         "choice",
+        "commit_at",
         "first_scheduled_time",
         "first_token_time",
+        "gather",
+        "ids",
         "is_new",
         "is_plain",
         "matcher",
@@ -120,14 +130,20 @@ class Sequence:
         "num_loaded",
         "num_loading",
         "num_logit_rows",
+        "num_logprobs",
         "num_promised",
         "num_prompt_tokens",
         "num_scheduled",
+        "num_slots",
         "num_tokens",
         "prompt_logprobs",
         "rank",
         "request",
         "row",
+        "stop_ids",
+        "tenant",
+        "untold",
+        "untold_logprobs",
         "waits_for",
     )
 
@@ -140,6 +156,7 @@ class Sequence:
         self.choice = choice
         self.rank: Rank = (request.urgency, request.number, choice)
         self._tokens = prompt
+        self.ids = prompt.data  # its tokens as ints, one by one; until the next append
         self._capacity = len(prompt)
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
@@ -149,6 +166,8 @@ class Sequence:
         self.num_promised = 0  # prompt tokens that its tenant has not been charged for yet; waiting line
         self.num_logit_rows = 0  # of its last tokens in the step in flight; scheduler
         self.row = -1  # in the block tables and the sampling rows; scheduler; -1 = not running
+        self.num_slots = 0  # tokens that its block tables cover; KVCache
+        self.commit_at = 0  # computed tokens, before which KVCache.commit has nothing to do; KVCache
         self.block_keys: list[bytes] = []  # of the leading full blocks; KVCache, as far as it needed them
         self.waits_for: bytes | None = None  # block that another sequence is computing; KVCache
         self.is_new = True  # until it has been told how many of its tokens need not be computed; scheduler
@@ -157,7 +176,14 @@ class Sequence:
         self.num_cached_tokens = 0  # prompt tokens found in either tier at first admission
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
+        self.untold: list[int] = []  # sampled, and no output has had them
+        self.untold_logprobs: list[TokenLogprobs] | None = None
         params = request.params
+        self.num_logprobs = params.logprobs
+        self.stop_ids, self.tenant, self.gather = request.stop_ids, request.tenant, request.gather
+        self._most_tokens = request.max_model_len
+        if params.max_tokens is not None:
+            self._most_tokens = min(len(prompt) + params.max_tokens, request.max_model_len)
         # Of the prompt's tokens from the second on, as far as computed; the first choice's stand for all.
         wanted = params.prompt_logprobs is not None and choice == 0 and not said
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
@@ -202,19 +228,32 @@ class Sequence:
 
     def block_tokens(self, index: int) -> bytes:
         """The tokens of a full block, as the prefix cache has them."""
-        return self._tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE].tobytes()
+        return self.ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE].tobytes()
 
     def append(self, token: int) -> None:
         """Add a sampled token."""
         end = self.num_tokens
         if end == self._capacity:
             self._reserve(end + 1)
-        self._tokens[end] = token
+        self.ids[end] = token
         self.num_tokens = end + 1
         if self._seen is not None:
             self._seen.append(token)
         if self.matcher is not None:
             self.matcher.accept(token)
+
+    def take(self, token: int) -> str | None:
+        """Add a sampled token, to be told; no draft is placed.
+
+        Returns why it is the last one, ``stop`` or ``length``, or None: the sequence goes on.
+        """
+        self.append(token)
+        self.untold.append(token)
+        if token in self.stop_ids:
+            return "stop"  # never before min_tokens: until then these are banned
+        if self.matcher is not None and self.matcher.complete:
+            return "stop"  # nothing can follow, min_tokens or not
+        return "length" if self.num_tokens >= self._most_tokens else None
 
     def place_draft(self, draft: list[int]) -> None:
         """Add guessed tokens, for one step to verify."""
@@ -227,22 +266,6 @@ class Sequence:
         draft: list[int] = self._tokens[known : self.num_tokens].tolist()
         self.num_tokens, self.num_draft_tokens = known, 0
         return draft
-
-    def finish_reason(self, token: int, max_model_len: int) -> str | None:
-        """Whether ``token``, its last one, ended the sequence: ``stop``, ``length`` or None.
-
-        No draft is placed.
-        """
-        request = self.request
-        if token in request.stop_ids:
-            return "stop"  # never before min_tokens: until then these are banned
-        if self.matcher is not None and self.matcher.complete:
-            return "stop"  # nothing can follow, min_tokens or not
-        end = self.num_tokens
-        max_tokens = request.params.max_tokens
-        if max_tokens is not None and end - self.num_prompt_tokens >= max_tokens:
-            return "length"
-        return "length" if end >= max_model_len else None
 
     def least_output(self, max_model_len: int) -> int:
         """So many more tokens, at least, until the sequence can end."""
@@ -297,26 +320,21 @@ class Sequence:
         return 0.0 if temperature < _GREEDY_BELOW else temperature
 
     def output(self, finish_reason: str | None = None) -> EngineOutput:
-        """News of this sequence, without tokens."""
+        """News of this sequence: the tokens that no output has had; the last one may have ended it."""
+        tokens, self.untold = self.untold, []
+        logprobs, self.untold_logprobs = self.untold_logprobs, None
+        stopped = finish_reason == "stop" and tokens and tokens[-1] in self.stop_ids
         return EngineOutput(
             request_id=self.request.request_id,
             choice=self.choice,
+            token_ids=tokens,
+            logprobs=logprobs,
             finish_reason=finish_reason,
+            stop_token_id=tokens[-1] if stopped else None,
             num_cached_tokens=self.num_cached_tokens,
             first_scheduled_time=self.first_scheduled_time,
             first_token_time=self.first_token_time,
         )
-
-    def token_output(
-        self, tokens: list[int], logprobs: list[TokenLogprobs] | None, finish_reason: str | None
-    ) -> EngineOutput:
-        """News of sampled tokens, of which the last may have ended the sequence."""
-        output = self.output(finish_reason)
-        output.token_ids = tokens
-        output.logprobs = logprobs
-        if finish_reason == "stop" and tokens[-1] in self.request.stop_ids:
-            output.stop_token_id = tokens[-1]
-        return output
 
     def error_output(self, kind: str, message: str) -> EngineOutput:
         """The end of this sequence by an error; ``kind`` is a class name in headrace.errors."""
@@ -337,7 +355,7 @@ class Sequence:
         self._capacity = count + max(_MIN_GROWTH, count // 2)
         grown = np.empty(self._capacity, np.int32)
         grown[: self.num_tokens] = self._tokens[: self.num_tokens]
-        self._tokens = grown
+        self._tokens, self.ids = grown, grown.data
 
     def _bad_ends(self, position: int) -> list[int]:
         """Tokens that would complete a bad word at ``position``."""

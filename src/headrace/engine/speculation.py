@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from headrace.engine.config import SpeculativeConfig
 from headrace.engine.drafter import Drafter, NgramDrafter
+from headrace.engine.kv_cache import KVCache
 from headrace.engine.sequence import Rank, Sequence
+from headrace.engine.share import Share
 from headrace.engine.step_cost import StepCost
 from headrace.errors import ConfigError
 
@@ -123,6 +125,32 @@ class Speculation:
         self._forced: set[Rank] = set()  # whose drafts in the step are no guesses
         self._cost = cost
         self._clock = clock
+
+    def draft(
+        self, decodes: list[Sequence], share: Share, kv_cache: KVCache, num_running: int, max_model_len: int
+    ) -> None:
+        """Place drafts behind the tokens of those that decode, and take their rows from ``share``.
+
+        Their tokens are for those to take who decode. ``num_running``: sequences that have blocks.
+        """
+        room = min(share.spare_rows, share.budget - num_running)
+        if room <= 0:
+            return
+        # Blocks that the others will soon need are not for guesses.
+        may_grow = kv_cache.num_available > num_running
+        most = [_most_drafted(seq, may_grow, max_model_len) for seq in decodes]
+        limits = [min(each, room // len(decodes) or 1) for each in most]
+        placed = 0
+        for seq, draft in zip(decodes, self.propose(decodes, limits), strict=True):
+            if not draft or placed + len(draft) > room:
+                continue
+            seq.place_draft(draft)
+            if seq.num_tokens > seq.num_slots and not (
+                kv_cache.num_available > num_running and kv_cache.grow(seq)
+            ):
+                seq.take_draft()
+            placed += seq.num_draft_tokens
+        share.spare_rows -= placed
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> list[list[int]]:
         """For each sequence of a step a draft of at most ``limits[i]`` tokens, fewer where they don't pay."""
@@ -253,6 +281,18 @@ class Speculation:
             return False  # the best of guesses would not pay
         seconds = _PROBE_TOKENS * draft_cost.line(len(due))[0] + sum(map(self.drafter.start_s, due))
         return seconds <= _PROBE_SHARE * self._unverified * self._cost.line(len(limits))[0]
+
+
+def _most_drafted(seq: Sequence, may_grow: bool, max_model_len: int) -> int:
+    """So many that, all of them accepted and one more sampled, no limit is passed.
+
+    Unless it ``may_grow``, its draft has to fit into the blocks that it has.
+    """
+    room = max_model_len - seq.num_tokens
+    max_tokens = seq.request.params.max_tokens
+    if max_tokens is not None:
+        room = min(room, max_tokens - seq.num_output_tokens)
+    return room - 1 if may_grow else min(room - 1, seq.num_slots - seq.num_tokens)
 
 
 def _to_come(seq: Sequence) -> int:

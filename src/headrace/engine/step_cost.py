@@ -50,17 +50,23 @@ class StepCost:
         if prompt_tokens:
             self._note_prompt(tokens, prompt_tokens, context_tokens, seconds)
             return
-        if self._sizes:
-            expected = self._sizes[tokens][1] if tokens in self._sizes else self.line(tokens)[0]
-            seconds = min(seconds, _OUTLIER * expected)
+        of_size = self._sizes.get(tokens)
+        if of_size is not None:
+            seconds = min(seconds, _OUTLIER * of_size[1])
+        elif self._sizes:
+            seconds = min(seconds, _OUTLIER * self.line(tokens)[0])
+        if of_size is None or len(self._sizes) > 1:
+            self._fade()
+            of_size = self._sizes.setdefault(tokens, [0.0, 0.0])
+        of_size[0] = min(of_size[0] + 1.0, _MEAN_OF)
+        of_size[1] += (seconds - of_size[1]) / of_size[0]
+        self._fit = None
+
+    def _fade(self) -> None:
         for size, kept in list(self._sizes.items()):
             kept[0] *= _KEPT
             if kept[0] < _LEAST_WEIGHT:
                 del self._sizes[size]
-        of_size = self._sizes.setdefault(tokens, [0.0, 0.0])
-        of_size[0] = min(of_size[0] + 1.0, _MEAN_OF)
-        of_size[1] += (seconds - of_size[1]) / of_size[0]
-        self._fit = None
 
     @property
     def is_measured(self) -> bool:

@@ -70,25 +70,26 @@ class Subscribers:
 
     def deliver(self, news: News) -> None:
         """Take in a turn's news and hand every request its own outputs."""
-        by_request: dict[str, list[EngineOutput]] = {}
-        calls: list[tuple[str, OutputSink, list[EngineOutput]]] = []
+        calls: dict[str, tuple[OutputSink, list[EngineOutput]]] = {}
         with self._lock:
-            self.stats = news.stats
-            self._num_received = news.num_received
+            if news.stats is not None:
+                self.stats = news.stats
+                self._num_received = news.num_received
             for output in news.outputs:
-                subscription = self._open.get(output.request_id)
+                request_id = output.request_id
+                subscription = self._open.get(request_id)
                 if subscription is None or output.choice not in subscription.open_choices:
                     continue
-                mine = by_request.get(output.request_id)
-                if mine is None:
-                    mine = by_request[output.request_id] = []
-                    calls.append((output.request_id, subscription.sink, mine))
-                mine.append(output)
+                call = calls.get(request_id)
+                if call is None:
+                    calls[request_id] = subscription.sink, [output]
+                else:
+                    call[1].append(output)
                 if output.finish_reason is not None:
                     subscription.open_choices.discard(output.choice)
                     if not subscription.open_choices:
-                        del self._open[output.request_id]
-        for request_id, sink, outputs in calls:
+                        del self._open[request_id]
+        for request_id, (sink, outputs) in calls.items():
             if not _call(sink, outputs):
                 self._abort(request_id)
 

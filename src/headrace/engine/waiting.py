@@ -30,11 +30,8 @@ class WaitingLine:
     def __init__(self, aging_s: float) -> None:
         self._aging_s = aging_s
         self._tenants: dict[str, Tenant] = {}
-        self._size = 0
+        self.size = 0  # sequences
         self.num_tenants = 0  # that have sequences
-
-    def __len__(self) -> int:
-        return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
         """All that wait, tenant by tenant."""
@@ -61,7 +58,7 @@ class WaitingLine:
 
     def leave(self, seq: Sequence) -> None:
         """``seq``, which waits no longer, has ended."""
-        tenant = seq.request.tenant
+        tenant = seq.tenant
         tenant.promised -= seq.num_promised
         tenant.num_sequences -= 1
         if tenant.num_sequences == 0:
@@ -71,19 +68,19 @@ class WaitingLine:
 
     def add(self, seq: Sequence) -> None:
         """``seq`` waits: it is new, or was preempted."""
-        insort(seq.request.tenant.waiting, seq, key=_by_rank)
-        self._size += 1
+        insort(seq.tenant.waiting, seq, key=_by_rank)
+        self.size += 1
 
     def remove(self, seq: Sequence) -> None:
         """``seq`` waits no longer."""
-        line = seq.request.tenant.waiting
+        line = seq.tenant.waiting
         del line[bisect_left(line, seq.rank, key=_by_rank)]
-        self._size -= 1
+        self.size -= 1
 
     def admitted(self, seq: Sequence, tokens: int, now: float) -> None:
         """``seq`` has blocks; ``tokens`` of its prompt are going to be computed for the first time."""
         self.remove(seq)
-        tenant = seq.request.tenant
+        tenant = seq.tenant
         tenant.admitted_time = now
         tenant.promised += tokens
         seq.num_promised += tokens
@@ -91,7 +88,7 @@ class WaitingLine:
     def computed(self, seq: Sequence, tokens: int) -> None:
         """So many of its prompt's tokens are in the next step: the first time, they count as service."""
         paid = min(tokens, seq.num_promised)
-        tenant = seq.request.tenant
+        tenant = seq.tenant
         seq.num_promised -= paid
         tenant.promised -= paid
         tenant.serve(paid)
@@ -123,13 +120,13 @@ class WaitingLine:
 
     def precedence(self, seq: Sequence, now: float) -> tuple[float, float, Rank]:
         """Orders prompts of several tenants that are to be computed: lower goes first."""
-        return self._level(seq, now), seq.request.tenant.served, seq.rank
+        return self._level(seq, now), seq.tenant.served, seq.rank
 
     def _level(self, seq: Sequence, now: float) -> float:
         """Its priority, by as much lower as its tenant has had no admission meanwhile."""
         if not self._aging_s:
             return seq.request.priority
-        since = max(seq.request.arrival_time, seq.request.tenant.admitted_time)
+        since = max(seq.request.arrival_time, seq.tenant.admitted_time)
         return seq.request.priority - (now - since) // self._aging_s
 
     def _active(self) -> Iterator[Tenant]:

@@ -25,7 +25,7 @@ from headrace.frontend.outputs import (
 from headrace.frontend.text_request import TextRequest
 from headrace.frontend.tokenizer import Tokenizer
 
-_GATHER = 16  # steps of a sequence whose tokens become text together: the engine needs the cores meanwhile
+_GATHER = 16  # tokens of a sequence that are told together: the engine needs the cores meanwhile
 
 
 class BatchError(GenerationError):

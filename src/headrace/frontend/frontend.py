@@ -256,7 +256,8 @@ class Frontend:
     ) -> TextRequest:
         """Queue a request whose owner calls ``process()`` and ``take()`` after each ``wake`` (on any thread).
 
-        ``gather``: the owner is in no hurry, and may be woken once for so many steps.
+        ``gather``: the owner is in no hurry, and may be woken once for so many tokens of a sequence, unless
+        there are stop strings, which have to be found soon.
         ``output_token_ids``: of an answer (``n`` = 1) that broke off elsewhere; its rest is what comes.
         ``note``: opaque; with one, a journal keeps the request until its answer is dropped there. Raises
         InvalidRequestError, ContextLengthError, OverloadedError or EngineDeadError at once.
@@ -275,10 +276,11 @@ class Frontend:
             cache_salt=sender.cache_salt,
             note=note if self.journal is not None else b"",
             output_token_ids=[list(output_token_ids)] if output_token_ids else [],
+            gather=1 if params.stop else gather,
         )
         self.check(request.prompt_token_ids, params)
         request.bad_word_ids = self._bad_word_ids(params.bad_words)
-        text_request = TextRequest(self.client, request, self.tokenizer, wake, gather=gather)
+        text_request = TextRequest(self.client, request, self.tokenizer, wake)
         self.client.submit(request, text_request.receive)
         return text_request
 

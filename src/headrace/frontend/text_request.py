@@ -139,16 +139,12 @@ class TextRequest:
         wake: Callable[[TextRequest], None],
         *,
         one_by_one: bool = False,
-        gather: int = 1,
     ) -> None:
-        """``one_by_one``: :meth:`take` has an output for each token. ``gather``: so many pieces of news may
-        wait for each other before ``wake``, unless one is an end, or text may have to be stopped.
-        """
+        """``one_by_one``: :meth:`take` has an output for each token."""
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self._client = client
         self._wake = wake
-        self._gather = 1 if request.params.stop else gather
         self._inbox: deque[list[EngineOutput]] = deque()  # append and popleft are atomic
         special = tokenizer.special_token_ids
         continues = any(token not in special for token in request.prompt_token_ids)
@@ -178,10 +174,7 @@ class TextRequest:
     def receive(self, outputs: list[EngineOutput]) -> None:
         """The engine's sink."""
         self._inbox.append(outputs)
-        if len(self._inbox) % self._gather == 0 or any(
-            output.finish_reason is not None for output in outputs
-        ):
-            self._wake(self)
+        self._wake(self)
 
     def process(self) -> None:
         """Turn what has been received into text; end choices whose stop string has come."""

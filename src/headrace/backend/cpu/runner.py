@@ -70,6 +70,7 @@ class CpuRunner:
 
         assert INSTRUCTION.itemsize == _native.INSTRUCTION_BYTES
         self._instructions = recording.instructions
+        self._result: StepResult | None = None
         self._program: Any = _native.Program(
             recording.instructions.tobytes(),
             max_tokens=settings.max_batch_tokens,
@@ -106,16 +107,7 @@ class CpuRunner:
         """One native call. Raises ValueError for a batch that points outside of the runner's memory."""
         if self._program is None:
             raise EngineDeadError("The runner is closed.")
-        rows = len(batch.logit_rows)
-        asked = batch.sampling.num_logprobs
-        top = max(int(asked.max(initial=0)), 0)
-        result = StepResult(
-            token_ids=np.empty(rows, np.int32),
-            logprobs=np.empty(rows, np.float32),
-            top_ids=np.full((rows, top), -1, np.int32),
-            top_logprobs=np.full((rows, top), np.nan, np.float32),
-            failed=np.empty(rows, np.bool_),
-        )
+        result = self._result_for(len(batch.logit_rows), max([0, *batch.sampling.num_logprobs.tolist()]))
         self._program.run(
             batch.token_ids,
             batch.positions,
@@ -133,6 +125,22 @@ class CpuRunner:
         )
         if self.architecture.encoder is not None:
             return pooled(self._output[: len(batch.context_len)].copy())
+        return result
+
+    def _result_for(self, rows: int, top: int) -> StepResult:
+        """Where a step's results go: where the last one's went, if it had as many."""
+        result = self._result
+        if result is None or result.top_ids.shape != (rows, top):
+            result = self._result = StepResult(
+                token_ids=np.empty(rows, np.int32),
+                logprobs=np.empty(rows, np.float32),
+                top_ids=np.empty((rows, top), np.int32),
+                top_logprobs=np.empty((rows, top), np.float32),
+                failed=np.empty(rows, np.bool_),
+            )
+        if top:
+            result.top_ids.fill(-1)
+            result.top_logprobs.fill(np.nan)
         return result
 
     def logits(self, batch: Batch) -> NDArray[np.float32]:
