@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+from tests import http
 
 COMMAND = [sys.executable, "-m", "headrace.cli"]
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
@@ -49,7 +49,7 @@ class RunningServer:
             self._lines.put(line)
         self._lines.put("")
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Wait for the printed address and the curl below it."""
         deadline = time.monotonic() + timeout_s
         while not any(line.startswith("curl") for line in self.output):
@@ -61,32 +61,40 @@ class RunningServer:
         assert found is not None
         self.url = found[0]
 
-    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         """Send a signal and wait; the exit status."""
         self.process.send_signal(number)
         return self.process.wait(timeout_s)
 
     def metric(self, name: str) -> float:
         """A metric's value, its labels left out."""
-        page = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
+        return self.metrics(name)[0]
+
+    def metrics(self, *names: str) -> list[float]:
+        """The values of several metrics at one moment."""
+        page, values = http.get(f"{self.url}/metrics").text, []
+        for name in names:
+            found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
+            assert found is not None, name
+            values.append(float(found[1]))
+        return values
 
     def idle(self) -> bool:
         """Nothing runs or waits, and all blocks are free."""
-        return (
-            self.metric("vllm:num_requests_running") == 0
-            and self.metric("vllm:num_requests_waiting") == 0
-            and self.metric("headrace_kv_blocks_free") == self.metric("headrace_kv_blocks_total")
+        running, waiting, free, total = self.metrics(
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "headrace_kv_blocks_free",
+            "headrace_kv_blocks_total",
         )
+        return (running, waiting) == (0, 0) and free == total
 
-    def wait_idle(self, timeout_s: float = 5.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until it is."""
         deadline = time.monotonic() + timeout_s
         while not self.idle():
-            assert time.monotonic() < deadline, httpx.get(f"{self.url}/metrics").text
-            time.sleep(0.02)
+            assert time.monotonic() < deadline, http.get(f"{self.url}/metrics").text
+            time.sleep(0.01)
 
 
 @contextmanager
@@ -114,7 +122,7 @@ def run(
         stdin=subprocess.DEVNULL if text is None else None,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         env=os.environ | (env or {}),
         check=False,
     )

@@ -22,6 +22,7 @@ from benchmarks.semantic_cache import (
     score,
     similarity_only,
 )
+from tests import http
 from tests.e2e.running import RunningServer, run, serving
 from tests.gateway.running import RunningGateway, Upstreams, events, gateway
 from tests.gateway.test_reload import hang_up, rewrite
@@ -309,5 +310,5 @@ def encode(encoder: RunningServer, texts: list[str]) -> dict[str, Any]:
     import numpy as np
 
     body = {"model": "minilm-l6", "input": texts}
-    data = httpx.post(f"{encoder.url}/v1/embeddings", json=body, timeout=60).json()["data"]
+    data = http.post(f"{encoder.url}/v1/embeddings", json=body, timeout=60).json()["data"]
     return {text: np.array(item["embedding"]) for text, item in zip(texts, data, strict=True)}

@@ -13,9 +13,10 @@ import yaml
 
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
+from tests import http
 from tests.e2e.running import run
-from tests.gateway.running import RunningGateway, Upstreams, gateway
-from tests.gateway.test_admin import ENV, KEY, free_port
+from tests.gateway.running import RunningGateway, Upstreams, free_port, gateway
+from tests.gateway.test_admin import ENV, KEY
 from tests.lab.streaming_server import Streamer
 
 SUPPORT = {
@@ -179,7 +180,7 @@ def test_the_admin_api_does_the_same(made: Made) -> None:
     _, _, _, _, port = made
     content = {"text": "{{a}} and {{b}}", "variables": {"a": {}, "b": {"default": "b"}}}
     headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers) as admin:
+    with http.client(f"http://127.0.0.1:{port}", headers) as admin:
         put = admin.put("/templates/team/two", json=content)
         assert put.json()["version"] == 1, put.text
         assert put.json()["kind"] == "completion"
