@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import queue
 import re
@@ -13,7 +15,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
+from headrace.cli import main
 from tests import http
 
 COMMAND = [sys.executable, "-m", "headrace.cli"]
@@ -126,3 +130,18 @@ def run(
         env=os.environ | (env or {}),
         check=False,
     )
+
+
+def called(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process: for commands that the docs' tests, say, run in one of their own."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["headrace", *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests import http
-from tests.e2e.running import run
+from tests.e2e.running import called, run
 from tests.gateway.running import RunningGateway, Upstreams, decent, free_port, gateway
 from tests.gateway.test_reload import held, rewrite
 
@@ -69,7 +69,7 @@ def command(made: RunningGateway, *arguments: str, env: dict[str, str] | None = 
     before = dict(os.environ)
     os.environ.update(ENV if env is None else env)
     try:
-        ended = run("gateway", arguments[0], str(made.file), *arguments[1:])
+        ended = called("gateway", arguments[0], str(made.file), *arguments[1:])
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -214,7 +214,7 @@ def test_the_cache_is_cleared(admin: Admin) -> None:
 
     state()
     assert state() == "hit"
-    assert "forgot 1 entry" in run("gateway", "cache", "clear", str(made.file)).stdout
+    assert "forgot 1 entry" in called("gateway", "cache", "clear", str(made.file)).stdout
     assert state() == "miss"
     [held] = client.get("/cache").json()
     assert (held["kind"], held["tenant"], held["entries"], held["questions"]) == ("answer", "acme", 1, 0)

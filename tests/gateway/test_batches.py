@@ -15,7 +15,7 @@ from tests.gateway.running import RunningGateway, Upstreams, begin, gateway
 from tests.lab.streaming_server import Exchange, Streamer
 
 Batching = tuple[RunningGateway, Streamer, dict[str, str], dict[str, str]]
-WINDOW_MS = 120_000.0  # so long that only its fourth text sends a batch, however slow the machine
+WINDOW_MS = 10_000.0  # the most: so long that only its fourth text sends a batch, however slow the machine
 
 
 async def embeds(exchange: Exchange) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
 from headrace.gateway.shaping.documents import cut
-from tests.e2e.running import run
+from tests.e2e.running import called
 from tests.gateway.running import RunningGateway, Upstreams, begin, gateway, text_of
 from tests.lab.streaming_server import Exchange, Streamer
 
@@ -147,7 +147,7 @@ def test_parts_and_their_merge(made: Made) -> None:
     assert cost == pytest.approx((prompt + 5 * (2 * count + 3)) * 1e-6)
     assert headers["cost-usd"] < cost
     exported = running.file.parent / "rows.jsonl"
-    run("gateway", "usage", str(running.file), "--export", str(exported))
+    called("gateway", "usage", str(running.file), "--export", str(exported))
     rows = [json.loads(line) for line in exported.read_text().splitlines()]
     mine = [row["part"] for row in rows if row["request"] == answer.headers["x-request-id"]]
     assert (sorted(mine), mine[-1]) == ([*range(count + 1)], 0)
