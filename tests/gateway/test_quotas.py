@@ -347,7 +347,7 @@ def test_many_open_new_state_at_once(tmp_path: Path) -> None:
         async with Place(folder).opened():
             pass
 
-    for turn in range(10):
+    for turn in range(4):
         together = threading.Barrier(8)
 
         def open_it(folder: Path, together: threading.Barrier = together) -> None:

@@ -110,6 +110,7 @@ class Trio:
         asked: dict[str, Any] = {"model": "m", "stream": True, "max_tokens": 9, "temperature": 0} | body
         if path.endswith("/chat/completions"):
             asked.setdefault("messages", [{"role": "user", "content": "count"}])
+        self.made.wait_idle()  # whoever is idle is asked before one that is not
         SEEN.clear()
         with self.made.client.stream("POST", path, json=asked) as begun:
             parts = begun.iter_raw()
