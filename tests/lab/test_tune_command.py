@@ -129,7 +129,8 @@ def test_a_small_budget_gives_the_files_and_a_server_that_starts(smollm2_path: P
 
 
 def test_what_was_measured_survives_kill_9_and_ctrl_c(tiny: Path) -> None:
-    arguments = ["tiny", *_ONE_THREAD, "--switches", "max-num-batched-tokens", "-o", "killed"]
+    many = "max-num-batched-tokens,max-num-seqs,prefix-caching,engine-process"  # it is not done before Ctrl-C
+    arguments = ["tiny", *_ONE_THREAD, "--switches", many, "-o", "killed"]
     killed = Running(*arguments, folder=tiny)
     killed.wait_for("#1 ")
     servers = killed.servers()
