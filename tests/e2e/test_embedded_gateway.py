@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests import http
-from tests.e2e.running import RunningServer, run, serving
+from tests.e2e.running import RunningServer, called, run, serving
 from tests.gateway.running import events, free_port, metric_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -54,7 +54,7 @@ class Embedded:
 
     def key(self, tenant: str) -> str:
         """A new one, as the command makes it while the server runs."""
-        made = run("gateway", "keys", "create", str(self.file), "--tenant", tenant)
+        made = called("gateway", "keys", "create", str(self.file), "--tenant", tenant)
         assert made.returncode == 0, made.stderr
         return made.stdout.strip()
 
@@ -111,7 +111,7 @@ def test_everybody_needs_a_key_and_has_quotas(embedded: Embedded) -> None:
     assert http.post(embedded.server.url + CHAT, json=QUESTION).status_code == 401
     statuses = [embedded.ask(QUESTION | {"max_tokens": 1}, "trial").status_code for _ in range(3)]
     assert statuses == [200, 200, 429]
-    told = run("gateway", "usage", str(embedded.file), "--json")
+    told = called("gateway", "usage", str(embedded.file), "--json")
     assert {row["group"]: row["requests"] for row in json.loads(told.stdout)}["trial"] == 2
 
 
@@ -247,7 +247,7 @@ def test_it_drains_and_ends_with_0(embedded: Embedded, tmp_path: Path) -> None:
         answer = running.result(60)
     assert answer.status_code == 200
     assert events(answer)[-1] == "[DONE]"
-    told = json.loads(run("gateway", "usage", str(embedded.file), "--json").stdout)
+    told = json.loads(called("gateway", "usage", str(embedded.file), "--json").stdout)
     assert all(row["failed"] == 0 for row in told if row["group"] == "trial")
 
 

@@ -78,14 +78,9 @@ def test_what_cannot_be_profiled_is_refused(folder: Path) -> None:
         profile_model(folder, name="small", steps=(StepKind("long", 1, 1, 10**6),))
 
 
-def test_from_the_command_line(tmp_path: Path) -> None:
-    """On a model that is done with each kind of step in no time, and has a context for all of them."""
-    make_model(tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+def test_from_the_command_line(smollm2_path: Path, tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
-    command = ["bench", str(tmp_path / "model"), "--profile", "--serve", "--threads 1"]
-    command += ["--output", str(output)]
+    command = ["bench", str(smollm2_path), "--profile", "--serve", "--threads 1", "--output", str(output)]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     for step in STEPS:
