@@ -26,8 +26,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The docs come first, whose pages share a port: no file takes longer, and a file is one worker's. Then comes
-    what starts whole programs; small tests fill the end of the run.
+    """The docs come first, whose pages share a port: no file takes longer, and a file is one worker's.
+
+    Then comes what starts whole programs; small tests fill the end of the run.
     """
     here = Path(__file__).parent
     order = {here: 0, here / "e2e": 1, here / "lab": 1}
