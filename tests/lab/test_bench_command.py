@@ -79,13 +79,14 @@ def test_a_sweep_prints_a_table_and_writes_report_and_result(tmp_path: Path) -> 
     assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.fixture
-def two_results(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def two_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with slow.json and fast.json."""
+    folder = tmp_path_factory.mktemp("results")
     for name, first_s in (("slow", 0.12), ("fast", 0.02)):
         with running(Streamer(first_s=first_s, gap_s=0.02)) as address:
-            write(bench(address, requests=16), tmp_path / f"{name}.json")
-    return tmp_path
+            write(bench(address, requests=16), folder / f"{name}.json")
+    return folder
 
 
 def test_the_exit_status_tells_ci(two_results: Path) -> None:
