@@ -99,7 +99,7 @@ test: check
 	  echo "native tests with HEADRACE_ISA=$$isa"; \
 	  HEADRACE_ISA=$$isa $(BIN)/python -m pytest -q $(PARALLEL) -m 'native and not every_isa' tests || exit 1; \
 	done
-	$(BIN)/python -m pytest $(PARALLEL) --ignore $(ALONE) tests
+	$(BIN)/python -m pytest $(PARALLEL) --durations=25 --ignore $(ALONE) tests
 	$(BIN)/python -m pytest $(ALONE)
 
 # A copy of the package with a sanitized native module, in front of the installed one. Python itself is not

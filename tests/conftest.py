@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,25 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # A worker for each core: torch's threads would only wait for each other, in what tests start as well.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # as a shell starts what runs in the background, and whatever that starts: but tests press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: a fifth of the time, a test waits for a server, or for time to pass."""
+    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts whole programs comes first: it takes longest, and small tests fill the end of the run."""
+    """The docs come first, whose pages share a port: no file takes longer, and a file is one worker's.
+
+    Then comes what starts whole programs; small tests fill the end of the run.
+    """
     here = Path(__file__).parent
-    items.sort(key=lambda item: item.path.parent not in (here, here / "e2e", here / "lab"))
+    order = {here: 0, here / "e2e": 1, here / "lab": 1}
+    items.sort(key=lambda item: order.get(item.path.parent, 2))
 
 
 @pytest.fixture(scope="session")

@@ -191,7 +191,7 @@ def _start(block: Block, folder: Path, environment: dict[str, str], number: int)
             _stop(process)
             printed = log.read_text("utf-8", errors="replace")[-4000:]
             raise DocError(f"{block.where}: nothing became ready on port {port}\n{block.code}\n{printed}")
-        time.sleep(0.1)
+        time.sleep(0.02)
     return process
 
 

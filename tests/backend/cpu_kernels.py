@@ -23,7 +23,7 @@ random_shapes = hypothesis.settings(
     deadline=None,
     derandomize=True,
     database=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+    suppress_health_check=list(hypothesis.HealthCheck),
 )
 
 

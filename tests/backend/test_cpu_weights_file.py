@@ -148,7 +148,7 @@ def test_a_damaged_file_is_packed_anew(folder: Path, cache: Path, damage: str) -
     deadline=None,
     derandomize=True,
     database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=list(HealthCheck),
 )
 @given(where=st.integers(0, 4000), byte=st.integers(0, 255))
 def test_any_byte_of_the_footer_may_be_wrong(folder: Path, cache: Path, where: int, byte: int) -> None:

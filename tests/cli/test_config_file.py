@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -12,6 +11,7 @@ from headrace.cli.config_file import options_of, read_options
 from headrace.cli.main import app
 from headrace.cli.serve import serve
 from headrace.errors import ConfigError
+from tests import http
 from tests.e2e.running import run, serving
 
 
@@ -88,7 +88,7 @@ def test_a_server_starts_as_its_file_says_and_the_command_line_wins(
     path = tmp_path / "serve.yaml"
     path.write_text("model: minilm-l6\nserved_model_name: [first, second]\napi-key: secret\nport: 1\n")
     with serving("--config", str(path), "--api-key", "other") as server:  # and --port 0
-        models = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer other"}).json()
-        refused = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer secret"})
+        models = http.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer other"}).json()
+        refused = http.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer secret"})
     assert [card["id"] for card in models["data"]] == ["first", "second"]
     assert refused.status_code == 401

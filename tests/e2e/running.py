@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import queue
 import re
@@ -13,8 +15,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
-import httpx
+from headrace.cli import main
+from tests import http
 
 COMMAND = [sys.executable, "-m", "headrace.cli"]
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
@@ -49,7 +53,7 @@ class RunningServer:
             self._lines.put(line)
         self._lines.put("")
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Wait for the printed address and the curl below it."""
         deadline = time.monotonic() + timeout_s
         while not any(line.startswith("curl") for line in self.output):
@@ -61,32 +65,40 @@ class RunningServer:
         assert found is not None
         self.url = found[0]
 
-    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         """Send a signal and wait; the exit status."""
         self.process.send_signal(number)
         return self.process.wait(timeout_s)
 
     def metric(self, name: str) -> float:
         """A metric's value, its labels left out."""
-        page = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
+        return self.metrics(name)[0]
+
+    def metrics(self, *names: str) -> list[float]:
+        """The values of several metrics at one moment."""
+        page, values = http.get(f"{self.url}/metrics").text, []
+        for name in names:
+            found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
+            assert found is not None, name
+            values.append(float(found[1]))
+        return values
 
     def idle(self) -> bool:
         """Nothing runs or waits, and all blocks are free."""
-        return (
-            self.metric("vllm:num_requests_running") == 0
-            and self.metric("vllm:num_requests_waiting") == 0
-            and self.metric("headrace_kv_blocks_free") == self.metric("headrace_kv_blocks_total")
+        running, waiting, free, total = self.metrics(
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "headrace_kv_blocks_free",
+            "headrace_kv_blocks_total",
         )
+        return (running, waiting) == (0, 0) and free == total
 
-    def wait_idle(self, timeout_s: float = 5.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until it is."""
         deadline = time.monotonic() + timeout_s
         while not self.idle():
-            assert time.monotonic() < deadline, httpx.get(f"{self.url}/metrics").text
-            time.sleep(0.02)
+            assert time.monotonic() < deadline, http.get(f"{self.url}/metrics").text
+            time.sleep(0.01)
 
 
 @contextmanager
@@ -114,7 +126,22 @@ def run(
         stdin=subprocess.DEVNULL if text is None else None,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         env=os.environ | (env or {}),
         check=False,
     )
+
+
+def called(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process: for commands that the docs' tests, say, run in one of their own."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["headrace", *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())

@@ -6,7 +6,6 @@ import json
 import socket
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +16,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests import http
 from tests.e2e.running import RunningServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -56,17 +56,17 @@ def test_bad_input_is_told_what_would_be_right(
     server: RunningServer, path: str, body: Any, status: int, says: str
 ) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    response = httpx.post(server.url + path, content=content, timeout=30)
+    response = http.post(server.url + path, content=content, timeout=30)
     assert response.status_code == status
     assert says in response.json()["error"]["message"]
-    good = httpx.post(server.url + TEXT, json={"prompt": "a", "max_tokens": 1}, timeout=30)
+    good = http.post(server.url + TEXT, json={"prompt": "a", "max_tokens": 1}, timeout=30)
     assert good.status_code == 200
 
 
 @pytest.fixture(scope="session")
 def api(server: RunningServer) -> Any:
     """What the server says of itself, with answers kept short."""
-    schema = httpx.get(f"{server.url}/openapi.json").json()
+    schema = http.get(f"{server.url}/openapi.json").json()
     for name in ("ChatCompletionRequest", "CompletionRequest"):
         kind = schema["components"]["schemas"][name]
         # Left out, an answer to nonsense may go on to the end of the context: right, and long.
@@ -96,7 +96,7 @@ def test_what_is_no_http_is_refused(server: RunningServer, sent: bytes) -> None:
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(sent)
         assert connection.recv(4096).startswith(b"HTTP/1.1 400")
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert http.get(f"{server.url}/health").status_code == 200
 
 
 RIGHT, WRONG = GenerationMode.POSITIVE, GenerationMode.NEGATIVE

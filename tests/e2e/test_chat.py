@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import os
 import pty
@@ -11,6 +12,7 @@ import subprocess
 import termios
 import time
 from pathlib import Path
+from typing import IO
 
 from tests.e2e.running import COMMAND, run
 
@@ -69,11 +71,24 @@ def test_empty_input_is_refused() -> None:
 def test_ctrl_c_exits_with_130() -> None:
     """Also while the prompt is still being read; no traceback."""
     chat = subprocess.Popen([*COMMAND, "chat"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(1.5)
+    assert chat.stdin is not None
+    chat.stdin.write("What is")
+    chat.stdin.flush()
+    deadline = time.monotonic() + 60
+    while _unread(chat.stdin):
+        assert time.monotonic() < deadline and chat.poll() is None
+        time.sleep(0.01)
     chat.send_signal(signal.SIGINT)
-    _, printed = chat.communicate(timeout=10)
+    _, printed = chat.communicate(timeout=60)
     assert chat.returncode == 130
     assert "Traceback" not in printed
+
+
+def _unread(pipe: IO[str]) -> int:
+    """How many bytes in a pipe nobody has taken yet."""
+    count = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count[0]
 
 
 class Terminal:
@@ -94,7 +109,7 @@ class Terminal:
         self.text = ""
         self._waited_for = 0  # how much of it
 
-    def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
+    def wait_for(self, text: str, timeout_s: float = 120.0) -> str:
         """Read until ``text`` comes; everything since what was waited for before, ``text`` included."""
         start = self._waited_for
         deadline = time.monotonic() + timeout_s
@@ -131,7 +146,7 @@ def test_a_conversation_in_a_terminal(smollm2_path: Path) -> None:
         terminal.type("/nonsense\n")
         terminal.wait_for("there is no /nonsense")
         terminal.type("/exit\n")
-        assert terminal.process.wait(10) == 0
+        assert terminal.process.wait(60) == 0
     finally:
         terminal.close()
 
@@ -147,6 +162,6 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(smollm2_path: Path) -> None:
         terminal.wait_for("stopped")
         terminal.wait_for("> ")
         terminal.type("\x04")
-        assert terminal.process.wait(10) == 0
+        assert terminal.process.wait(60) == 0
     finally:
         terminal.close()

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests import http
 from tests.e2e.running import RunningServer, run, serving
 
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a mill."}], "max_tokens": 80}
@@ -49,7 +50,7 @@ class Stream:
     def start(self, url: str, path: str, body: dict[str, Any]) -> threading.Thread:
         def work() -> None:
             try:
-                with httpx.stream(
+                with http.stream(
                     "POST", f"{url}/v1/{path}", json=body | {"stream": True}, timeout=120
                 ) as response:
                     self.read(response)
@@ -63,7 +64,7 @@ class Stream:
     def resume(self, url: str) -> None:
         headers = {"last-event-id": self.last_id} if self.last_id else {}
         path = f"{url}/v1/requests/{self.events[0]['id']}"
-        with httpx.stream("GET", path, headers=headers, timeout=120) as response:
+        with http.stream("GET", path, headers=headers, timeout=120) as response:
             assert response.headers["x-headrace-resumed"] == "exact"
             self.read(response)
 

@@ -6,8 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-import httpx
-
+from tests import http
 from tests.e2e.running import COMMAND, RunningServer
 from tests.lab.compressing import make_files
 
@@ -37,8 +36,8 @@ def test_quantize_eval_serve_and_bench(tmp_path: Path) -> None:
     server = RunningServer(str(out), "--port", "0", "--threads", "1")
     try:
         server.wait_ready()
-        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
-        answer = httpx.post(
+        model = http.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+        answer = http.post(
             f"{server.url}/v1/completions", json={"model": model, "prompt": "The miller", "max_tokens": 8}
         )
         assert answer.status_code == 200

@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.e2e.running import RunningServer, run, serving
-from tests.gateway.running import events
-from tests.gateway.test_admin import free_port
+from tests import http
+from tests.e2e.running import RunningServer, called, run, serving
+from tests.gateway.running import events, free_port, metric_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 QUESTION = {
@@ -38,7 +39,7 @@ tenants:
   acme: {}
   other: {}
   trial: {limits: {requests_per_minute: 2}}
-tokenization: {min_tokens: 1, timeout_ms: 5000}
+tokenization: {min_tokens: 1, timeout_ms: 60000}
 admin: {key_env: ADMIN_KEY, port: %d}
 """
 
@@ -53,23 +54,30 @@ class Embedded:
 
     def key(self, tenant: str) -> str:
         """A new one, as the command makes it while the server runs."""
-        made = run("gateway", "keys", "create", str(self.file), "--tenant", tenant)
+        made = called("gateway", "keys", "create", str(self.file), "--tenant", tenant)
         assert made.returncode == 0, made.stderr
         return made.stdout.strip()
 
     def ask(self, body: dict[str, Any], tenant: str = "acme", path: str = CHAT) -> httpx.Response:
         """One request of a tenant's."""
         headers = {"authorization": f"Bearer {self.keys[tenant]}"}
-        return httpx.post(self.server.url + path, json=body, headers=headers, timeout=60)
+        return http.post(self.server.url + path, json=body, headers=headers, timeout=60)
 
     def wait_idle(self) -> None:
         """Neither the engine nor the gateway has anything in hand."""
         self.server.wait_idle()
-        page = httpx.get(f"{self.server.url}/metrics").text
+        deadline = time.monotonic() + 60
+        while busy := self._busy():
+            assert time.monotonic() < deadline, busy
+            time.sleep(0.01)
+
+    def _busy(self) -> dict[str, dict[str, float]]:
+        page, busy = http.get(f"{self.server.url}/metrics").text, {}
         for name in ("requests_running", "requests_waiting", "upstream_requests", "upstream_tokens"):
-            found = re.findall(rf"^headrace_gateway_{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
+            found = metric_of(page, name)
             assert found, name
-            assert all(float(value) == 0 for value in found), (name, found)
+            busy[name] = {labels: value for labels, value in found.items() if value}
+        return {name: values for name, values in busy.items() if values}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +90,7 @@ def embedded(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def test_answers_are_the_servers_own(server: RunningServer, embedded: Embedded) -> None:
-    direct = httpx.post(server.url + CHAT, json=QUESTION, timeout=60).json()
+    direct = http.post(server.url + CHAT, json=QUESTION, timeout=60).json()
     whole = embedded.ask(QUESTION)
     assert whole.json()["choices"] == direct["choices"]
     assert whole.headers["x-headrace-cache"] == "miss"
@@ -99,20 +107,20 @@ def test_answers_are_the_servers_own(server: RunningServer, embedded: Embedded) 
 
 def test_everybody_needs_a_key_and_has_quotas(embedded: Embedded) -> None:
     for path in ("/v1/models", "/v1/models/smollm2-135m", "/v1/requests/chatcmpl-1"):
-        assert httpx.get(embedded.server.url + path).status_code in (401, 404)
-    assert httpx.post(embedded.server.url + CHAT, json=QUESTION).status_code == 401
+        assert http.get(embedded.server.url + path).status_code in (401, 404)
+    assert http.post(embedded.server.url + CHAT, json=QUESTION).status_code == 401
     statuses = [embedded.ask(QUESTION | {"max_tokens": 1}, "trial").status_code for _ in range(3)]
     assert statuses == [200, 200, 429]
-    told = run("gateway", "usage", str(embedded.file), "--json")
+    told = called("gateway", "usage", str(embedded.file), "--json")
     assert {row["group"]: row["requests"] for row in json.loads(told.stdout)}["trial"] == 2
 
 
 def test_the_rest_is_the_servers(embedded: Embedded) -> None:
     url = embedded.server.url
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-    assert httpx.get(f"{url}/health/readiness").status_code == 200
-    assert "swagger" in httpx.get(f"{url}/docs").text
-    page = httpx.get(f"{url}/metrics").text
+    assert http.get(f"{url}/health").json() == {"status": "ok"}
+    assert http.get(f"{url}/health/readiness").status_code == 200
+    assert "swagger" in http.get(f"{url}/docs").text
+    page = http.get(f"{url}/metrics").text
     names = re.findall(r"^# TYPE (\S+) ", page, re.MULTILINE)
     assert len(names) == len(set(names))
     assert {"headrace_gateway_cost_usd_total", "vllm:num_requests_running"} <= set(names)
@@ -147,7 +155,7 @@ def test_a_client_that_leaves_frees_the_engine(embedded: Embedded) -> None:
     body = QUESTION | {"max_tokens": 4000, "ignore_eos": True, "stream": True, "temperature": 1}
     headers = {"authorization": f"Bearer {embedded.keys['acme']}"}
     for _ in range(3):
-        with httpx.stream(
+        with http.stream(
             "POST", embedded.server.url + CHAT, json=body, headers=headers, timeout=60
         ) as answer:
             next(answer.iter_raw())
@@ -156,28 +164,26 @@ def test_a_client_that_leaves_frees_the_engine(embedded: Embedded) -> None:
 
 def test_it_is_run_like_any_gateway(embedded: Embedded) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
-    [upstream] = httpx.get(f"{embedded.admin}/upstreams", headers=headers).json()
+    [upstream] = http.get(f"{embedded.admin}/upstreams", headers=headers).json()
     assert (upstream["name"], upstream["kind"], upstream["models"]) == ("local", "headrace", ["smollm2-135m"])
     embedded.file.write_text(
         embedded.file.read_text().replace("other: {}", "other: {limits: {max_output: 3}}")
     )
-    assert httpx.post(f"{embedded.admin}/reload", headers=headers).status_code == 200
+    assert http.post(f"{embedded.admin}/reload", headers=headers).status_code == 200
     assert embedded.ask(QUESTION, "other").json()["error"]["param"] == "max_tokens"
     embedded.file.write_text(
         embedded.file.read_text().replace("other: {limits: {max_output: 3}}", "other: {}")
     )
     embedded.server.process.send_signal(signal.SIGHUP)
-    for _ in range(100):
-        if embedded.ask(QUESTION | {"max_tokens": 4}, "other").status_code == 200:
-            break
-    else:
-        pytest.fail("the file was not read again")
+    deadline = time.monotonic() + 60
+    while embedded.ask(QUESTION | {"max_tokens": 4}, "other").status_code != 200:
+        assert time.monotonic() < deadline, "the file was not read again"
 
 
 @pytest.fixture(scope="module")
 def api(embedded: Embedded) -> Any:
     """What the server says of its routes, all of which are the gateway's here; answers kept short."""
-    schema = httpx.get(f"{embedded.server.url}/openapi.json").json()
+    schema = http.get(f"{embedded.server.url}/openapi.json").json()
     for name in ("ChatCompletionRequest", "CompletionRequest"):
         kind = schema["components"]["schemas"][name]
         kind["required"] = [*kind.get("required", []), "max_tokens", "model"]
@@ -241,7 +247,7 @@ def test_it_drains_and_ends_with_0(embedded: Embedded, tmp_path: Path) -> None:
         answer = running.result(60)
     assert answer.status_code == 200
     assert events(answer)[-1] == "[DONE]"
-    told = json.loads(run("gateway", "usage", str(embedded.file), "--json").stdout)
+    told = json.loads(called("gateway", "usage", str(embedded.file), "--json").stdout)
     assert all(row["failed"] == 0 for row in told if row["group"] == "trial")
 
 

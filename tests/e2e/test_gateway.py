@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from tests import http
 from tests.e2e.running import RunningServer, serving
 from tests.gateway.running import events, gateway
 
@@ -44,7 +45,7 @@ def config(*servers: RunningServer) -> dict[str, Any]:
 
 
 def test_answers_are_the_servers_own(server: RunningServer, tmp_path: Path) -> None:
-    direct = httpx.post(f"{server.url}/v1/chat/completions", json=QUESTION, timeout=60).json()
+    direct = http.post(f"{server.url}/v1/chat/completions", json=QUESTION, timeout=60).json()
     with gateway(config(server), tmp_path) as made:
         whole = made.client.post("/v1/chat/completions", json=QUESTION).json()
         assert whole["choices"] == direct["choices"]
@@ -64,7 +65,7 @@ def test_answers_are_the_servers_own(server: RunningServer, tmp_path: Path) -> N
 
 
 def test_one_of_two_replicas_is_killed_under_load(server: RunningServer, tmp_path: Path) -> None:
-    reference = httpx.post(f"{server.url}/v1/chat/completions", json=QUESTION, timeout=60).json()
+    reference = http.post(f"{server.url}/v1/chat/completions", json=QUESTION, timeout=60).json()
     text = reference["choices"][0]["message"]["content"]
     with serving("smollm2-135m") as second, gateway(config(server, second), tmp_path) as made:
 

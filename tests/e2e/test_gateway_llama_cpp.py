@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from headrace.paths import cache_dir
+from tests import http
 from tests.e2e.faulty_proxy import FaultyProxy, Proxies
 from tests.e2e.running import serving
 from tests.e2e.test_gateway_chaos import Told
@@ -134,7 +135,7 @@ def broken(proxies: Proxies, url: str) -> FaultyProxy:
 
 
 def test_its_answers_are_its_own(llama_cpp: str, tmp_path: Path) -> None:
-    direct = httpx.post(f"{llama_cpp}/v1/chat/completions", json=QUESTION, timeout=60).json()
+    direct = http.post(f"{llama_cpp}/v1/chat/completions", json=QUESTION, timeout=60).json()
     with in_front(tmp_path, ("llamacpp", llama_cpp)) as made:
         whole = made.client.post("/v1/chat/completions", json=QUESTION).json()
         assert whole["choices"] == direct["choices"]
@@ -158,7 +159,7 @@ def test_it_goes_on_with_a_text(llama_cpp: str, first: str, proxies: Proxies, tm
         url = llama_cpp
         if first == "headrace":
             url = stack.enter_context(serving("smollm2-135m", "--threads", "1")).url
-        undisturbed = httpx.post(
+        undisturbed = http.post(
             f"{url}/v1/chat/completions", json=QUESTION | {"model": "smollm2-135m"}, timeout=60
         ).json()["choices"][0]["message"]["content"]
         proxy = broken(proxies, url)
@@ -185,7 +186,7 @@ def test_ours_goes_on_with_a_text_of_its(llama_cpp: str, proxies: Proxies, tmp_p
             answer = stream(made)
             told, labelled = read(answer)
             assert (proxy.cuts, labelled, len(told.ends), told.roles) == (1, True, 1, 1)
-            undisturbed = httpx.post(f"{llama_cpp}/v1/chat/completions", json=QUESTION, timeout=60).json()
+            undisturbed = http.post(f"{llama_cpp}/v1/chat/completions", json=QUESTION, timeout=60).json()
             text = undisturbed["choices"][0]["message"]["content"]
             assert told.text.startswith(text[: len(said_before(answer)) + 5]), (told.text, text)
             made.wait_idle()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from headrace import LLM, CacheConfig, SamplingParams
 from headrace.errors import ConfigError
+from tests import http
 from tests.e2e.running import RunningServer, run, serving
 
 ASK = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0, "logprobs": 1}
@@ -16,14 +16,14 @@ ASK = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0, 
 
 def test_served_in_int8(server: RunningServer) -> None:
     """The same words, from another fingerprint, and twice the blocks for the same memory."""
-    wide = httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=60).json()
+    wide = http.post(f"{server.url}/v1/completions", json=ASK, timeout=60).json()
     with serving("--kv-cache-dtype", "int8") as narrow:
-        answer = httpx.post(f"{narrow.url}/v1/completions", json=ASK, timeout=60).json()
+        answer = http.post(f"{narrow.url}/v1/completions", json=ASK, timeout=60).json()
         blocks = narrow.metric("headrace_kv_blocks_total")
     assert answer["choices"][0]["text"].startswith(" Paris")
     assert answer["system_fingerprint"] != wide["system_fingerprint"]
     with serving("--kv-cache-dtype", "bfloat16") as plain:
-        same = httpx.post(f"{plain.url}/v1/completions", json=ASK, timeout=60).json()
+        same = http.post(f"{plain.url}/v1/completions", json=ASK, timeout=60).json()
         assert blocks / plain.metric("headrace_kv_blocks_total") > 1.85
     assert (same["choices"], same["system_fingerprint"]) == (wide["choices"], wide["system_fingerprint"])
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from headrace import LLM, CacheConfig, SamplingParams
 from headrace.errors import ConfigError
 from headrace.frontend.outputs import RequestOutput
+from tests import http
 from tests.e2e.running import run, serving
 
 BLOCK_BYTES = 368_640  # of SmolLM2: 16 tokens, in bfloat16
@@ -86,7 +86,7 @@ def test_served_and_served_again(tmp_path: Path, expected: list[Any]) -> None:
     cached = []
     for extra in ((), ("--engine-process",)):
         with serving(*options, *extra) as server:
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+            answer = http.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
             assert answer["choices"][0]["text"] == expected[0].text
             cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
             assert server.metric("headrace_kv_tier_blocks_total") > 500

@@ -11,10 +11,10 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
+from tests import http
 from tests.e2e.running import RunningServer, run, serving
 
 # Opens a stream, says so once something of it has come, and then waits to be killed.
@@ -51,8 +51,8 @@ def test_killing_100_clients_leaves_nothing_behind(server: RunningServer) -> Non
             victim.wait()
             assert victim.stdout is not None
             victim.stdout.close()
-    server.wait_idle(timeout_s=2.0)
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=30)
+    server.wait_idle()
+    answer = http.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=30)
     assert answer.status_code == 200
 
 
@@ -62,8 +62,8 @@ def test_sigterm_lets_running_requests_finish(smollm2_path: Path, tmp_path: Path
         text: list[str] = []
 
         def read() -> None:
-            asked = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
-            with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as stream:
+            asked = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+            with http.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as stream:
                 text.extend(stream.iter_text())
 
         reader = threading.Thread(target=read)
@@ -71,14 +71,14 @@ def test_sigterm_lets_running_requests_finish(smollm2_path: Path, tmp_path: Path
         while not text:
             time.sleep(0.005)
         server.process.send_signal(signal.SIGTERM)
-        while httpx.get(f"{server.url}/health/readiness").status_code == 200:
+        while http.get(f"{server.url}/health/readiness").status_code == 200:
             time.sleep(0.005)
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+        assert http.get(f"{server.url}/health").status_code == 200
+        refused = http.post(f"{server.url}/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         reader.join()
         assert "".join(text).endswith("data: [DONE]\n\n")
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert any(line["event"] == "draining" for line in lines)
 
@@ -86,37 +86,37 @@ def test_sigterm_lets_running_requests_finish(smollm2_path: Path, tmp_path: Path
 def test_draining_has_an_end_and_cut_streams_say_so(smollm2_path: Path) -> None:
     with serving("--drain-timeout", "0.2") as server:
         asked = LONG | {"max_tokens": 8000, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as stream:
+        with http.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as stream:
             pieces = stream.iter_text()
             next(pieces)
             server.process.send_signal(signal.SIGTERM)
             text = "".join(pieces)
         assert "event: error" in text
         assert "[DONE]" not in text
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_a_second_signal_ends_at_once(smollm2_path: Path) -> None:
     asked = LONG | {"stream": True}
     with (
         serving() as server,
-        httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=30) as stream,
+        http.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=30) as stream,
     ):
         pieces = stream.iter_text()  # dropped, it would close the connection
         next(pieces)
         server.process.send_signal(signal.SIGINT)
-        while httpx.get(f"{server.url}/health/readiness").status_code == 200:
+        while http.get(f"{server.url}/health/readiness").status_code == 200:
             time.sleep(0.005)
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(2) == 130
+        assert server.process.wait(60) == 130, "it did not wait for the stream, which would have been 0"
 
 
 def test_cold_start(smollm2_path: Path) -> None:
-    """Process start to readiness in under 1.2 s of its own time, with warm caches; the best of four."""
-    times = []
-    for _ in range(4):
+    """Process start to readiness in under 1.2 s of its own time, with warm caches; four tries."""
+    times: list[float] = []
+    while not times or (min(times) >= 1.2 and len(times) < 4):
         with serving() as server:
-            assert httpx.get(f"{server.url}/health/readiness").status_code == 200
+            assert http.get(f"{server.url}/health/readiness").status_code == 200
             wall = time.monotonic() - server.started
             spent = psutil.Process(server.process.pid).cpu_times()
             # on a machine busy with other work, the time spent computing is what can be held against us
@@ -162,15 +162,15 @@ def test_one_thread_and_an_api_key(smollm2_path: Path) -> None:
     with serving("--threads", "1", env={"HEADRACE_API_KEY": "k"}) as server:
         url = f"{server.url}/v1/completions"
         body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-        assert httpx.post(url, json=body).status_code == 401
-        granted = httpx.post(url, json=body, headers={"authorization": "Bearer k"}, timeout=30)
+        assert http.post(url, json=body).status_code == 401
+        granted = http.post(url, json=body, headers={"authorization": "Bearer k"}, timeout=30)
         assert "Paris" in granted.json()["choices"][0]["text"]
 
 
 def test_a_killed_engine_process_ends_streams_and_is_seen(smollm2_path: Path) -> None:
     with serving("--engine-process") as server:
         asked = LONG | {"stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=30) as stream:
+        with http.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=30) as stream:
             pieces = stream.iter_text()
             next(pieces)
             for child in psutil.Process(server.process.pid).children(recursive=True):
@@ -178,8 +178,8 @@ def test_a_killed_engine_process_ends_streams_and_is_seen(smollm2_path: Path) ->
             text = "".join(pieces)
         assert "event: error" in text
         assert "engine_dead" in text
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+        assert http.get(f"{server.url}/health").status_code == 503
+        refused = http.post(f"{server.url}/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
         assert server.stop() == 0
 
@@ -187,7 +187,7 @@ def test_a_killed_engine_process_ends_streams_and_is_seen(smollm2_path: Path) ->
 def test_the_engine_in_a_process_of_its_own(smollm2_path: Path) -> None:
     with serving("--engine-process") as server:
         body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()
+        answer = http.post(f"{server.url}/v1/completions", json=body, timeout=30).json()
         assert "Paris" in answer["choices"][0]["text"]
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert server.stop() == 0

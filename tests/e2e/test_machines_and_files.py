@@ -6,9 +6,9 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests import http
 from tests.e2e.running import RunningServer, run, serving
 
 TEXT = "/v1/completions"
@@ -20,7 +20,7 @@ def test_an_over_long_prompt_is_told_both_counts_before_any_event(
     server: RunningServer, stream: bool
 ) -> None:
     body = {"prompt": [17] * 9000, "stream": stream}
-    refused = httpx.post(server.url + TEXT, json=body, timeout=30)
+    refused = http.post(server.url + TEXT, json=body, timeout=30)
     assert refused.status_code == 400
     assert refused.headers["content-type"] == "application/json"
     error = refused.json()["error"]
@@ -35,7 +35,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_at_once_while_others_go_on(smo
 
         def other() -> None:
             asked = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "seed": 3}
-            answer = httpx.post(server.url + TEXT, json=asked, timeout=60).json()
+            answer = http.post(server.url + TEXT, json=asked, timeout=60).json()
             text.append(answer["choices"][0]["text"])
 
         other()
@@ -45,7 +45,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_at_once_while_others_go_on(smo
             time.sleep(0.002)
         for stream in (True, False):
             body = {"prompt": [17] * 200, "max_tokens": 1, "stream": stream}
-            refused = httpx.post(server.url + TEXT, json=body, timeout=30)
+            refused = http.post(server.url + TEXT, json=body, timeout=30)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
             assert "200 tokens" in refused.json()["error"]["message"]
             assert "176" in refused.json()["error"]["message"]
@@ -71,7 +71,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_at_once_while_others_go_on(smo
 )
 def test_slow_machines_serve(smollm2_path: Path, arguments: tuple[str, ...], env: dict[str, str]) -> None:
     with serving(*arguments, env=env) as server:
-        answer = httpx.post(server.url + TEXT, json=FRANCE, timeout=60)
+        answer = http.post(server.url + TEXT, json=FRANCE, timeout=60)
         assert "Paris" in answer.json()["choices"][0]["text"]
         assert server.stop() == 0
 

@@ -7,8 +7,7 @@ import threading
 import time
 from typing import Any
 
-import httpx
-
+from tests import http
 from tests.e2e.running import RunningServer
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -32,7 +31,7 @@ OURS = (
 def scrape(server: RunningServer) -> dict[str, float]:
     """Every sample by name, the series of one name added up."""
     found: dict[str, float] = {}
-    page = httpx.get(f"{server.url}/metrics", timeout=30).text
+    page = http.get(f"{server.url}/metrics", timeout=30).text
     for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", page, re.MULTILINE):
         found[name] = found.get(name, 0.0) + float(value)
     return found
@@ -50,7 +49,7 @@ def test_names_and_counts_under_load(server: RunningServer) -> None:
             "n": 1 + number % 2,
             "ignore_eos": True,
         }
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        answer = http.post(f"{server.url}/v1/completions", json=body, timeout=60)
         usages.append(answer.json()["usage"])
 
     clients = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
@@ -63,6 +62,7 @@ def test_names_and_counts_under_load(server: RunningServer) -> None:
         used = max(used, now["vllm:kv_cache_usage_perc"])
         busiest = max(busiest, now["headrace_device_utilization_ratio"])
         assert now["vllm:num_requests_running"] == now["headrace_num_requests_running"]
+        time.sleep(0.02)
     assert 1 <= running <= 12
     assert 0 < used < 0.5
     server.wait_idle()
@@ -86,9 +86,10 @@ def test_names_and_counts_under_load(server: RunningServer) -> None:
     for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds", "request_queue_time_seconds"):
         assert grown(f"vllm:{name}_count") == 8, name
     assert grown("headrace_batch_tokens_sum") >= generated - 12
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not busiest:  # it looks back a second or more, and all that was done may have taken less
         assert time.monotonic() < deadline
+        time.sleep(0.02)
         busiest = scrape(server)["headrace_device_utilization_ratio"]
     assert busiest <= 1
     assert 0 < after["headrace_model_load_seconds"] < server.ready_s

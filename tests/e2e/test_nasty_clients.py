@@ -8,10 +8,10 @@ import socket
 import time
 from collections.abc import Iterator
 
-import httpx
 import psutil
 import pytest
 
+from tests import http
 from tests.e2e.running import RunningServer
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
@@ -21,11 +21,11 @@ WHOLE = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 
 def connect(server: RunningServer) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def serves(server: RunningServer) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=30)
+    answer = http.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=30)
     assert answer.status_code == 200
 
 
@@ -50,7 +50,7 @@ def test_1000_idle_connections_hold_up_nobody(server: RunningServer, many_files:
                 connection.sendall(HEAD)
             opened.append(connection)
         serves(server)
-        assert httpx.get(f"{server.url}/health/readiness").status_code == 200
+        assert http.get(f"{server.url}/health/readiness").status_code == 200
     finally:
         for connection in opened:
             connection.close()
@@ -71,7 +71,7 @@ def test_endless_headers_are_refused_and_take_no_memory(server: RunningServer) -
 
 
 def test_a_head_that_is_too_long_is_told_the_limit(server: RunningServer) -> None:
-    answer = httpx.get(f"{server.url}/health", headers={"a": "a" * 70_000})
+    answer = http.get(f"{server.url}/health", headers={"a": "a" * 70_000})
     assert answer.status_code == 431
     assert "65536 bytes" in answer.json()["error"]["message"]
 
@@ -102,7 +102,7 @@ def test_pipelined_and_chunked_requests_are_answered(server: RunningServer) -> N
 )
 def test_the_content_type_makes_no_difference(server: RunningServer, kind: str) -> None:
     """curl -d sends a form's; what counts is that the body is JSON."""
-    answer = httpx.post(
+    answer = http.post(
         f"{server.url}/v1/completions", content=BODY, headers={"content-type": kind}, timeout=30
     )
     assert answer.status_code == 200
@@ -114,7 +114,8 @@ def test_leaving_frees_within_a_step(server: RunningServer, when: str, stream: b
     """On the real engine, whose steps of 512 prompt tokens take a while."""
     server.wait_idle()
     prompt = "Once" if when == "decode" else [17 + stream] * 8000
-    asked = {"prompt": prompt, "max_tokens": 180, "ignore_eos": True, "stream": stream}
+    most = 2000 if when == "decode" else 180
+    asked = {"prompt": prompt, "max_tokens": most, "ignore_eos": True, "stream": stream}
     body = json.dumps(asked).encode()
     connection = connect(server)
     connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
@@ -125,8 +126,8 @@ def test_leaving_frees_within_a_step(server: RunningServer, when: str, stream: b
         time.sleep(0.002)
     steps = server.metric("headrace_step_seconds_count")
     connection.close()
-    server.wait_idle(10)
-    assert server.metric("vllm:generation_tokens_total") - generated < 160
+    server.wait_idle()
+    assert server.metric("vllm:generation_tokens_total") - generated < 1000
     if when == "prefill":
         assert server.metric("headrace_step_seconds_count") - steps <= 8, "of about 16 that the prompt takes"
         assert server.metric("vllm:generation_tokens_total") == generated
@@ -143,10 +144,11 @@ def test_leaving_the_queue_frees_the_place(server: RunningServer) -> None:
     while server.metric("vllm:num_requests_waiting") < 80 - 32:
         time.sleep(0.002)
     clients[-1].close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while server.metric("vllm:num_requests_waiting") > 60 - 32:
         assert time.monotonic() < deadline
+        time.sleep(0.002)
     assert server.metric("vllm:num_requests_running") == 32
     for client in clients:
         client.close()
-    server.wait_idle(10)
+    server.wait_idle()

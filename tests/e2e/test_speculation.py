@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import httpx
-
+from tests import http
 from tests.e2e.running import RunningServer, run, serving
 
 TEXT = "The brig Adelaide arrived from Lisbon with cork, salt and oranges under Captain Moreira."
@@ -20,9 +19,9 @@ ASK = {
 
 
 def test_the_same_answer_as_without(server: RunningServer, smollm2_path: Path) -> None:
-    expected = httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=60).json()
+    expected = http.post(f"{server.url}/v1/completions", json=ASK, timeout=60).json()
     with serving("--speculative-config", '{"method": "ngram"}', "--engine-process") as drafting:
-        answer = httpx.post(f"{drafting.url}/v1/completions", json=ASK, timeout=60).json()
+        answer = http.post(f"{drafting.url}/v1/completions", json=ASK, timeout=60).json()
         assert answer["choices"] == expected["choices"]
         assert answer["system_fingerprint"] == expected["system_fingerprint"]
         assert drafting.metric("headrace_draft_tokens_accepted_total") > 0
@@ -32,7 +31,7 @@ def test_the_same_answer_as_without(server: RunningServer, smollm2_path: Path) -
 def test_a_draft_model_gives_the_same_answer(server: RunningServer, smollm2_path: Path) -> None:
     """Here the model drafts for itself: that shows nothing of speed, and all of how it is put together."""
     ask = ASK | {"temperature": 0.0, "structured_outputs": {"regex": "[ -~]{20,60}"}}
-    expected = httpx.post(f"{server.url}/v1/completions", json=ask, timeout=60).json()
+    expected = http.post(f"{server.url}/v1/completions", json=ask, timeout=60).json()
     config = {
         "method": "draft_model",
         "model": str(smollm2_path),
@@ -40,7 +39,7 @@ def test_a_draft_model_gives_the_same_answer(server: RunningServer, smollm2_path
         "adaptive": False,
     }
     with serving("--speculative-config", json.dumps(config), "--engine-process") as drafting:
-        answer = httpx.post(f"{drafting.url}/v1/completions", json=ask, timeout=60).json()
+        answer = http.post(f"{drafting.url}/v1/completions", json=ask, timeout=60).json()
         assert answer["choices"] == expected["choices"]
         assert drafting.metric("headrace_draft_tokens_accepted_total") > 3
         assert drafting.metric("headrace_draft_seconds_total") > 0

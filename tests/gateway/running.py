@@ -27,6 +27,7 @@ from headrace.gateway.keys import Key, Keys
 from headrace.gateway.ledger import By, Entry, usage
 from headrace.gateway.quotas import Use
 from headrace.gateway.store import Store
+from tests import http
 from tests.e2e.running import COMMAND
 from tests.lab.streaming_server import Behaviour, Exchange, Streamer
 
@@ -51,6 +52,18 @@ async def decent(exchange: Exchange) -> None:
         await exchange.whole(200, json.dumps(answer).encode())
 
 
+_held: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port for a server of ours, and for nobody else: it stays bound here, where nobody listens on it."""
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    _held.append(probe)
+    return int(probe.getsockname()[1])
+
+
 class Upstreams:
     """Streamers on one event loop in a thread."""
 
@@ -62,12 +75,12 @@ class Upstreams:
     def start(self, behaviour: Behaviour = decent) -> tuple[Streamer, str]:
         """A new upstream; its ``behaviour`` may be changed while it runs. Its address ends in ``/v1``."""
         streamer = Streamer(behaviour=behaviour)
-        _, port = asyncio.run_coroutine_threadsafe(streamer.listen(), self._loop).result(10)
+        _, port = asyncio.run_coroutine_threadsafe(streamer.listen(), self._loop).result(60)
         return streamer, f"http://127.0.0.1:{port}/v1"
 
     def stop(self) -> None:
         """End every connection, then the loop."""
-        asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -104,11 +117,11 @@ class RunningGateway:
         lines: queue.Queue[str] = queue.Queue()
         stdout = self.process.stdout
         threading.Thread(target=lambda: lines.put(stdout.readline()), daemon=True).start()
-        line = lines.get(timeout=60)
+        line = lines.get(timeout=120)
         found = re.search(r"http://\S+", line)
         assert found is not None, (line, (folder / "log").read_text())
         self.url = found[0]
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.client = http.client(self.url)
 
     def key(self, tenant: str, app: str = "") -> dict[str, str]:
         """A header with a new key of the tenant's, or of its app's."""
@@ -148,28 +161,31 @@ class RunningGateway:
 
     def metric(self, name: str) -> dict[str, float]:
         """A metric's values by their labels, as the page writes them."""
-        page = self.client.get("/metrics").text
-        pattern = rf"^headrace_gateway_{re.escape(name)}(?:{{([^}}]*)}})? (\S+)$"
-        return {labels: float(value) for labels, value in re.findall(pattern, page, re.MULTILINE)}
+        return metric_of(self.client.get("/metrics").text, name)
 
-    def wait_idle(self, timeout_s: float = 10.0) -> None:
+    def wait_idle(self) -> None:
         """Wait until every counter of what is under way is exactly 0."""
         names = ("requests_running", "requests_waiting", "upstream_requests", "upstream_tokens")
-        self.wait(lambda: all(v == 0 for name in names for v in self.metric(name).values()), timeout_s)
 
-    def wait(self, true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        def idle() -> bool:
+            page = self.client.get("/metrics").text
+            return all(value == 0 for name in names for value in metric_of(page, name).values())
+
+        self.wait(idle)
+
+    def wait(self, true: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Wait until something is true."""
         deadline = time.monotonic() + timeout_s
         while not true():
             assert time.monotonic() < deadline, self.client.get("/metrics").text
-            time.sleep(0.02)
+            time.sleep(0.01)
 
     def usage(self, by: By = "tenant") -> dict[str, dict[str, Any]]:
         """The ledger's sums."""
         found = with_store(read_config(self.file), lambda store: usage(store, by))
         return {row.group: asdict(row) for row in found}
 
-    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         """Send a signal and wait; the exit status."""
         self.client.close()
         self.process.send_signal(number)
@@ -182,6 +198,12 @@ class RunningGateway:
             self.process.kill()
             self.process.wait()
         self._log.close()
+
+
+def metric_of(page: str, name: str) -> dict[str, float]:
+    """A metric's values by their labels."""
+    pattern = rf"^headrace_gateway_{re.escape(name)}(?:{{([^}}]*)}})? (\S+)$"
+    return {labels: float(value) for labels, value in re.findall(pattern, page, re.MULTILINE)}
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,19 +21,14 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.e2e.running import run
-from tests.gateway.running import RunningGateway, Upstreams, decent, gateway
+from tests import http
+from tests.e2e.running import called, run
+from tests.gateway.running import RunningGateway, Upstreams, decent, free_port, gateway
 from tests.gateway.test_reload import held, rewrite
 
 KEY = "0123456789abcdef-admin"
 ENV = {"ADMIN_KEY": KEY}
 Admin = tuple[RunningGateway, httpx.Client]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def config_of(url: str, port: int) -> dict[str, Any]:
@@ -59,7 +53,7 @@ def admin(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> Ite
     port = free_port()
     with gateway(config_of(url, port), tmp_path_factory.mktemp("admin"), ENV) as made:
         address = f"http://127.0.0.1:{port}"
-        with httpx.Client(base_url=address, headers={"authorization": f"Bearer {KEY}"}, timeout=30) as client:
+        with http.client(address, {"authorization": f"Bearer {KEY}"}) as client:
             made.wait(lambda: listens(client))
             yield made, client
 
@@ -75,7 +69,7 @@ def command(made: RunningGateway, *arguments: str, env: dict[str, str] | None = 
     before = dict(os.environ)
     os.environ.update(ENV if env is None else env)
     try:
-        ended = run("gateway", arguments[0], str(made.file), *arguments[1:])
+        ended = called("gateway", arguments[0], str(made.file), *arguments[1:])
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -87,7 +81,7 @@ def test_only_its_own_key_opens_it(admin: Admin) -> None:
     tenants = made.key("acme")["authorization"]
     for wrong in ("", "Bearer", "Bearer wrong", f"Basic {KEY}", tenants, f"Bearer {KEY[:-1]}"):
         for path in ("/keys", "/openapi.json", "/health"):
-            answer = httpx.get(f"{client.base_url}{path}", headers={"authorization": wrong})
+            answer = http.get(f"{client.base_url}{path}", headers={"authorization": wrong})
             assert answer.status_code == 401, wrong
             assert answer.json()["error"]["code"] == "invalid_api_key"
     assert made.client.get("/keys").status_code == 404, "not on the gateway's port"
@@ -220,7 +214,7 @@ def test_the_cache_is_cleared(admin: Admin) -> None:
 
     state()
     assert state() == "hit"
-    assert "forgot 1 entry" in run("gateway", "cache", "clear", str(made.file)).stdout
+    assert "forgot 1 entry" in called("gateway", "cache", "clear", str(made.file)).stdout
     assert state() == "miss"
     [held] = client.get("/cache").json()
     assert (held["kind"], held["tenant"], held["entries"], held["questions"]) == ("answer", "acme", 1, 0)

@@ -13,7 +13,7 @@ import yaml
 
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
-from tests.e2e.running import run
+from tests.e2e.running import called
 from tests.gateway.conftest import Places
 from tests.gateway.running import RunningGateway, Upstreams, gateway
 
@@ -83,12 +83,12 @@ def test_a_models_limits_hold_for_all_and_a_tenants_for_itself(made: RunningGate
 
 
 def test_apps_are_named_and_a_key_of_one_that_is_gone_is_refused(made: RunningGateway) -> None:
-    created = run("gateway", "keys", "create", str(made.file), "--tenant", "acme", "--app", "web")
+    created = called("gateway", "keys", "create", str(made.file), "--tenant", "acme", "--app", "web")
     web = {"authorization": f"Bearer {created.stdout.strip()}"}
     assert made.chat(web, model="a").status_code == 200
-    listed = json.loads(run("gateway", "keys", "list", str(made.file), "--json").stdout)
+    listed = json.loads(called("gateway", "keys", "list", str(made.file), "--json").stdout)
     assert listed[-1]["app"] == "web"
-    ended = run("gateway", "keys", "create", str(made.file), "--tenant", "acme", "--app", "none")
+    ended = called("gateway", "keys", "create", str(made.file), "--tenant", "acme", "--app", "none")
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
     assert "it has: jobs, web" in ended.stderr
     config = yaml.safe_load(made.file.read_text())

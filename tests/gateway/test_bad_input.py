@@ -19,8 +19,9 @@ from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
 from headrace.gateway.intents.features import features
 from headrace.gateway.verifier import read, refusal
-from tests.gateway.running import RunningGateway, Upstreams, decent, gateway
-from tests.gateway.test_admin import ENV, KEY, free_port, listens
+from tests import http
+from tests.gateway.running import RunningGateway, Upstreams, decent, free_port, gateway
+from tests.gateway.test_admin import ENV, KEY, listens
 from tests.lab.streaming_server import Behaviour, Exchange, Streamer
 
 READ_S = 1.0
@@ -60,7 +61,7 @@ def attacked(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> 
         "health": {"eject_after": 1000},
     }
     with gateway(config, tmp_path_factory.mktemp("attacked"), ENV) as made:
-        with httpx.Client(base_url=f"http://127.0.0.1:{admin}", headers=bearer()) as client:
+        with http.client(f"http://127.0.0.1:{admin}", bearer()) as client:
             made.wait(lambda: listens(client))
         yield Attacked(made, streamer, admin)
 
@@ -71,7 +72,7 @@ def bearer() -> dict[str, str]:
 
 def connect(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def received(connection: socket.socket) -> bytes:
@@ -92,7 +93,7 @@ def test_heads_that_drip_are_given_up(attacked: Attacked, port: str) -> None:
     for connection in slow:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: ")
     attacked.serves()
-    assert httpx.get(f"http://127.0.0.1:{attacked.admin}/health", headers=bearer()).status_code == 200
+    assert http.get(f"http://127.0.0.1:{attacked.admin}/health", headers=bearer()).status_code == 200
     for connection in slow:
         assert received(connection).startswith(b"HTTP/1.1 408")
         connection.close()
@@ -101,7 +102,7 @@ def test_heads_that_drip_are_given_up(attacked: Attacked, port: str) -> None:
 @pytest.mark.parametrize("port", ["public", "admin"])
 def test_long_heads_are_refused(attacked: Attacked, port: str) -> None:
     url = attacked.made.url if port == "public" else f"http://127.0.0.1:{attacked.admin}"
-    answer = httpx.get(f"{url}/health", headers={"a": "a" * 70_000})
+    answer = http.get(f"{url}/health", headers={"a": "a" * 70_000})
     assert answer.status_code == 431
     attacked.serves()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.running import RunningGateway, Upstreams, decent, gateway
+from tests.gateway.test_reload import hang_up, rewrite
 from tests.lab.streaming_server import Behaviour, Exchange, Streamer
 
 Three = tuple[RunningGateway, list[Streamer]]
@@ -136,7 +137,8 @@ def test_the_queue_is_bounded_in_length_and_time(
     config = {
         "upstreams": {"one": {"url": url, "models": {"m": {}}}},
         "authentication": "none",
-        "admission": {"max_running": 1, "max_waiting": 1, "max_wait_s": 0.5},
+        "admission": {"max_running": 1, "max_waiting": 1, "max_wait_s": 60},
+        "cache": {"enabled": False},
     }
     with (
         gateway(config, tmp_path_factory.mktemp("gateway")) as made,
@@ -149,7 +151,14 @@ def test_the_queue_is_bounded_in_length_and_time(
         refused = made.chat()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
         assert refused.headers["retry-after"]
-        assert waiting.result().status_code == 503, "it waited for as long as it may"
+        release.set()
+        assert {running.result().status_code, waiting.result().status_code} == {200}
+        release.clear()
+        rewrite(made, admission={"max_running": 1, "max_waiting": 1, "max_wait_s": 0.1})
+        hang_up(made, "configuration reloaded")
+        running = pool.submit(made.chat)
+        made.wait(lambda: made.metric("requests_running")[""] == 1)
+        assert made.chat().status_code == 503, "it waited for as long as it may"
         release.set()
         assert running.result().status_code == 200
         made.wait_idle()

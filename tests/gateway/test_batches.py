@@ -10,11 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import http
 from tests.gateway.running import RunningGateway, Upstreams, begin, gateway
 from tests.lab.streaming_server import Exchange, Streamer
 
 Batching = tuple[RunningGateway, Streamer, dict[str, str], dict[str, str]]
-WINDOW_MS = 10_000.0  # so long that only its fourth text sends a batch, however slow the machine
+WINDOW_MS = 10_000.0  # the most: so long that only its fourth text sends a batch, however slow the machine
 
 
 async def embeds(exchange: Exchange) -> None:
@@ -64,7 +65,7 @@ def together(
     def embed(number: int) -> httpx.Response:
         asks = {"model": "ours", "input": inputs[number], **body}
         headers = key if keys is None else keys[number]
-        return httpx.post(f"{made.url}/v1/embeddings", json=asks, headers=headers, timeout=30)
+        return http.post(f"{made.url}/v1/embeddings", json=asks, headers=headers)
 
     with concurrent.futures.ThreadPoolExecutor(len(inputs)) as pool:
         answers = list(pool.map(embed, range(len(inputs))))

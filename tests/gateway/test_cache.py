@@ -13,7 +13,7 @@ import pytest
 
 from headrace.gateway.answers import AnswerCache
 from headrace.gateway.config import CacheSettings
-from tests.e2e.running import run
+from tests.e2e.running import called
 from tests.gateway.running import RunningGateway, Upstreams, decent, events, gateway, text_of
 from tests.gateway.test_balance import waits_for
 from tests.lab.streaming_server import Exchange, Streamer
@@ -155,21 +155,23 @@ def test_it_is_shown_and_cleared_from_outside(upstreams: Upstreams, tmp_path: Pa
         for key in (one, two):
             made.chat(key, temperature=0)
         made.client.post("/v1/embeddings", json={"model": "m", "input": "a"}, headers=one)
-        held = json.loads(run("gateway", "cache", "stats", str(made.file), "--json").stdout)
+        held = json.loads(called("gateway", "cache", "stats", str(made.file), "--json").stdout)
         found = {(row["kind"], row["tenant"], row["model"]): row["entries"] for row in held}
         assert found == {
             ("answer", "acme", "m"): 1,
             ("answer", "other", "m"): 1,
             ("embedding", "acme", "m"): 1,
         }
-        said = run("gateway", "cache", "clear", str(made.file), "--tenant", "acme", "--kind", "answer").stdout
+        said = called(
+            "gateway", "cache", "clear", str(made.file), "--tenant", "acme", "--kind", "answer"
+        ).stdout
         assert said == "forgot 1 entry\n"
         assert [made.chat(key, temperature=0).headers[STATE] for key in (one, two)] == ["miss", "hit"]
-        assert run("gateway", "cache", "clear", str(made.file)).stdout == "forgot 3 entries\n"
+        assert called("gateway", "cache", "clear", str(made.file)).stdout == "forgot 3 entries\n"
         assert made.chat(two, temperature=0).headers[STATE] == "miss"
     settings = config(url, enabled=False)
     made.file.write_text(json.dumps(settings))
-    failed = run("gateway", "cache", "stats", str(made.file))
+    failed = called("gateway", "cache", "stats", str(made.file))
     assert (failed.returncode, failed.stderr.count("\n")) == (1, 1)
     assert "has no cache" in failed.stderr
 
@@ -261,7 +263,7 @@ def test_it_survives_a_restart_and_the_ledger_says_what_it_saved(
         assert made.stop() == 0
     with gateway(config(url), tmp_path) as made:
         assert made.chat(key, temperature=0).headers[STATE] == "hit"
-        [row] = json.loads(run("gateway", "usage", str(made.file), "--by", "model", "--json").stdout)
+        [row] = json.loads(called("gateway", "usage", str(made.file), "--by", "model", "--json").stdout)
         assert (row["requests"], row["cache_hits"], row["completion_tokens"]) == (2, 1, 6)
         assert row["cost_usd"] == pytest.approx(3 * 5e-6)
 

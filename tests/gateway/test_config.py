@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
-from tests.e2e.running import run
+from tests.e2e.running import called, run
 
 GOOD = """
 upstreams:
@@ -74,7 +74,7 @@ def test_the_command_ends_with_one_line(tmp_path: Path, old: str, new: str, said
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
-    ended = run("gateway", "usage", str(tmp_path / "none.yaml"))
+    ended = called("gateway", "usage", str(tmp_path / "none.yaml"))
     assert ended.returncode == 1
     assert "cannot be read" in ended.stderr
 
@@ -82,20 +82,20 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
 def test_keys_are_made_listed_rotated_and_revoked(tmp_path: Path) -> None:
     path = tmp_path / "gateway.yaml"
     path.write_text(GOOD)
-    made = run("gateway", "keys", "create", str(path), "--tenant", "acme", "--name", "laptop")
+    made = called("gateway", "keys", "create", str(path), "--tenant", "acme", "--name", "laptop")
     secret = made.stdout.strip()
     assert secret.startswith("hr-")
     assert secret not in made.stderr
-    [key] = json.loads(run("gateway", "keys", "list", str(path), "--json").stdout)
+    [key] = json.loads(called("gateway", "keys", "list", str(path), "--json").stdout)
     assert (key["tenant"], key["name"], key["revoked_at"]) == ("acme", "laptop", None)
-    assert run("gateway", "keys", "rotate", str(path), key["id"]).stdout.strip() != secret
-    assert run("gateway", "keys", "revoke", str(path), key["id"]).returncode == 0
-    again = run("gateway", "keys", "revoke", str(path), key["id"])
+    assert called("gateway", "keys", "rotate", str(path), key["id"]).stdout.strip() != secret
+    assert called("gateway", "keys", "revoke", str(path), key["id"]).returncode == 0
+    again = called("gateway", "keys", "revoke", str(path), key["id"])
     assert again.returncode == 1
     assert key["id"] in again.stderr
     stored = b"".join(file.read_bytes() for file in (tmp_path / "gateway-state").iterdir())
     assert secret.encode() not in stored
-    nobody = run("gateway", "keys", "create", str(path), "--tenant", "nobody")
+    nobody = called("gateway", "keys", "create", str(path), "--tenant", "nobody")
     assert nobody.returncode == 1
     assert "it has: acme" in nobody.stderr
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
 from headrace.gateway.shaping.documents import cut
-from tests.e2e.running import run
-from tests.gateway.running import RunningGateway, Upstreams, gateway, text_of
+from tests.e2e.running import called
+from tests.gateway.running import RunningGateway, Upstreams, begin, gateway, text_of
 from tests.lab.streaming_server import Exchange, Streamer
 
 PLAN = {"over_tokens": 400, "part_tokens": 100, "part_output_tokens": 8, "max_parts": 8, "parallel": 2}
@@ -147,7 +147,7 @@ def test_parts_and_their_merge(made: Made) -> None:
     assert cost == pytest.approx((prompt + 5 * (2 * count + 3)) * 1e-6)
     assert headers["cost-usd"] < cost
     exported = running.file.parent / "rows.jsonl"
-    run("gateway", "usage", str(running.file), "--export", str(exported))
+    called("gateway", "usage", str(running.file), "--export", str(exported))
     rows = [json.loads(line) for line in exported.read_text().splitlines()]
     mine = [row["part"] for row in rows if row["request"] == answer.headers["x-request-id"]]
     assert (sorted(mine), mine[-1]) == ([*range(count + 1)], 0)
@@ -258,11 +258,9 @@ def test_a_client_that_leaves_ends_the_parts(made: Made) -> None:
     reader.held.clear()
     body = {"model": "reader", "max_tokens": 4, "messages": [{"role": "user", "content": TEXT}]}
     try:
-        with (
-            httpx.Client(base_url=running.url, timeout=0.3) as hasty,
-            pytest.raises(httpx.TimeoutException),
-        ):
-            hasty.post("/v1/chat/completions", json=body, headers=key)
+        leave = begin(running, "chat/completions", body, key)
+        running.wait(lambda: reader.now > 0)
+        leave()
         running.wait_idle()
     finally:
         reader.held.set()

@@ -16,14 +16,14 @@ from headrace.gateway.intents.evaluation import judge_all, report
 from headrace.gateway.intents.examples import INTENTS, Example, folds, read_examples, shipped, split
 from headrace.gateway.intents.features import embedded, features
 from headrace.gateway.intents.training import train
-from tests.e2e.running import run
+from tests.e2e.running import called
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_shipped_classifier_on_held_out_examples() -> None:
     """What docs/gateway-routing.md says, less what another ISA path may change."""
-    ended = run("gateway", "route", "eval", "--json")
+    ended = called("gateway", "route", "eval", "--json")
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
     assert told["with_embeddings"]["examples"] >= 120
@@ -71,18 +71,18 @@ def write(path: Path, examples: list[Example]) -> Path:
 
 def test_a_classifier_is_trained_measured_and_asked(tmp_path: Path) -> None:
     labelled, file = write(tmp_path / "labelled.jsonl", few(30)), tmp_path / "intents.json"
-    trained = run("gateway", "route", "train", str(labelled), "--output", str(file))
+    trained = called("gateway", "route", "train", str(labelled), "--output", str(file))
     assert trained.returncode == 0, trained.stderr
     assert "Trained on 72 examples, measured on 18" in trained.stdout
     assert all(word in trained.stdout for word in ("accuracy", "ECE", "maths", "difficulty MAE"))
     again = tmp_path / "again.json"
-    told = run("gateway", "route", "train", str(labelled), "--output", str(again), "--json")
+    told = called("gateway", "route", "train", str(labelled), "--output", str(again), "--json")
     assert again.read_bytes() == file.read_bytes(), "the same examples make the same classifier"
     assert json.loads(told.stdout)["with_embeddings"]["accuracy"] > 0.6
 
-    measured = run("gateway", "route", "eval", str(labelled), "--classifier", str(file), "--json")
+    measured = called("gateway", "route", "eval", str(labelled), "--classifier", str(file), "--json")
     assert json.loads(measured.stdout)["with_embeddings"]["accuracy"] > 0.9, "it has learnt from these"
-    explained = run(
+    explained = called(
         "gateway", "route", "explain", "x^2 = 2, solve for x", "--classifier", str(file), "--json"
     )
     read = json.loads(explained.stdout)
@@ -90,7 +90,7 @@ def test_a_classifier_is_trained_measured_and_asked(tmp_path: Path) -> None:
     assert sum(read["probabilities"].values()) == pytest.approx(1)
     assert read["seen"] == "embedding"
     assert "embedding" in read["shares"]
-    unknown = run("gateway", "route", "eval", "--classifier", str(file))
+    unknown = called("gateway", "route", "eval", "--classifier", str(file))
     assert unknown.returncode == 1
     assert "does not know the intent" in unknown.stderr
 
@@ -102,18 +102,18 @@ def test_explain_says_what_routes_choose(tmp_path: Path) -> None:
         "routes: {auto: {candidates: {s: {quality: 0.5}, l: {quality: 0.9}}}}\n"
     )
     arguments = ("gateway", "route", "explain", "--features-only", "--config", str(path))
-    chat = run(*arguments, "Hi there, how are you feeling today?")
+    chat = called(*arguments, "Hi there, how are you feeling today?")
     assert "chat, confidence" in chat.stdout, chat.stderr
     assert "route auto: s (quality)" in chat.stdout
-    code = run(*arguments, "Write a Python function that parses JSON and add unit tests.")
+    code = called(*arguments, "Write a Python function that parses JSON and add unit tests.")
     assert "route auto: l (quality)" in code.stdout
 
 
 def test_examples_can_be_written_out_once(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
-    assert run("gateway", "route", "examples", str(path)).returncode == 0
+    assert called("gateway", "route", "examples", str(path)).returncode == 0
     assert path.read_bytes() == shipped("training.jsonl").read_bytes()
-    again = run("gateway", "route", "examples", str(path))
+    again = called("gateway", "route", "examples", str(path))
     assert again.returncode == 1
     assert "exists already" in again.stderr
 
@@ -154,7 +154,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
 def test_too_few_examples_are_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "labelled.jsonl"
     path.write_text(text)
-    ended = run("gateway", "route", "train", str(path), "--output", str(tmp_path / "out.json"))
+    ended = called("gateway", "route", "train", str(path), "--output", str(tmp_path / "out.json"))
     assert ended.returncode == 1
     assert said in ended.stderr
     assert ended.stderr.count("\n") == 1

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from tests import http
 from tests.gateway.running import RunningGateway, Upstreams, begin, decent, gateway
 from tests.lab.streaming_server import Behaviour, Exchange, Streamer
 
@@ -73,7 +73,7 @@ class Client:
 
     def __init__(self, made: RunningGateway, key: dict[str, str], body: dict[str, Any]) -> None:
         self._stack = contextlib.ExitStack()
-        client = self._stack.enter_context(httpx.Client(base_url=made.url, timeout=30))
+        client = self._stack.enter_context(http.client(made.url))
         asking = client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}, headers=key)
         self.answer = self._stack.enter_context(asking)
         self._lines = self.answer.iter_lines()

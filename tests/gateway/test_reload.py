@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tests.e2e.running import run
+from tests.e2e.running import called
 from tests.gateway.running import RunningGateway, Upstreams, decent, gateway, text_of
 from tests.lab.streaming_server import Behaviour, Exchange
 
@@ -150,7 +150,7 @@ def test_health_and_a_releases_trial_outlive_a_reload(upstreams: Upstreams, tmp_
     }
     with gateway(config, tmp_path) as made:
         made.wait(lambda: made.chat() is not None and made.metric("upstream_share")['upstream="two"'] == 0)
-        assert run("gateway", "releases", "start", str(made.file), "r", "b").returncode == 0
+        assert called("gateway", "releases", "start", str(made.file), "r", "b").returncode == 0
         made.wait(lambda: made.metric("release_weight")['release="r",version="b"'] == 5)
         rewrite(made, retries={"attempts": 2}, admission={"max_running": 10})
         hang_up(made, "configuration reloaded")

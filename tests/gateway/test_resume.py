@@ -110,6 +110,7 @@ class Trio:
         asked: dict[str, Any] = {"model": "m", "stream": True, "max_tokens": 9, "temperature": 0} | body
         if path.endswith("/chat/completions"):
             asked.setdefault("messages", [{"role": "user", "content": "count"}])
+        self.made.wait_idle()  # whoever is idle is asked before one that is not
         SEEN.clear()
         with self.made.client.stream("POST", path, json=asked) as begun:
             parts = begun.iter_raw()
@@ -277,7 +278,7 @@ def test_bytes_that_are_no_http_are_noticed(vllm: Trio) -> None:
     vllm.first.behaviour = noise
     body = {"model": "m", "messages": [{"role": "user", "content": "whole"}], "max_tokens": 3}
     vllm.second.behaviour = decent
-    answer = vllm.made.client.post("/v1/chat/completions", json=body, timeout=10)
+    answer = vllm.made.client.post("/v1/chat/completions", json=body, timeout=50)
     assert answer.headers["x-headrace-upstream"] == "u1"
 
 
@@ -390,10 +391,10 @@ def test_one_that_hangs_in_the_middle(upstreams: Upstreams, tmp_path: Path) -> N
         await asyncio.sleep(30)
 
     urls = [upstreams.start(falls_silent)[1], upstreams.start(says("b", WORDS[1:], ids=True))[1]]
-    shared: dict[str, Any] = {"kind": "headrace", "models": {"m": {}}, "timeouts": {"idle_s": 0.3}}
+    shared: dict[str, Any] = {"kind": "headrace", "models": {"m": {}}}
     config: dict[str, Any] = {
         "upstreams": {
-            "silent": {"url": urls[0], "weight": 1000.0, **shared},
+            "silent": {"url": urls[0], "weight": 1000.0, "timeouts": {"idle_s": 0.5}, **shared},
             "good": {"url": urls[1], **shared},
         },
         "authentication": "none",

@@ -16,7 +16,7 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
 from headrace.gateway.intents.policy import policies
-from tests.e2e.running import RunningServer, run, serving
+from tests.e2e.running import RunningServer, called, run, serving
 from tests.gateway.running import RunningGateway, Upstreams, gateway
 from tests.gateway.test_reload import hang_up, rewrite
 from tests.lab.streaming_server import Exchange, Streamer
@@ -268,17 +268,17 @@ def test_the_ledger_tells_what_was_saved(routed: Routed, tmp_path: Path) -> None
     )
 
     file = str(routed.made.file)
-    table = run("gateway", "usage", file, "--by", "route", "--tenant", "metered").stdout.splitlines()
+    table = called("gateway", "usage", file, "--by", "route", "--tenant", "metered").stdout.splitlines()
     assert table[0].split("  ")[-1].strip() == "by routing"
     assert table[1].split()[:2] == ["auto", "3"]
     by_intent = json.loads(
-        run("gateway", "usage", file, "--by", "intent", "--tenant", "metered", "--json").stdout
+        called("gateway", "usage", file, "--by", "intent", "--tenant", "metered", "--json").stdout
     )
     assert {row["group"]: row["requests"] for row in by_intent} == {"chat": 1, "code": 1, "": 1}
 
     csv_file, json_file = tmp_path / "rows.csv", tmp_path / "rows.jsonl"
     for path in (csv_file, json_file):
-        ended = run("gateway", "usage", file, "--tenant", "metered", "--export", str(path))
+        ended = called("gateway", "usage", file, "--tenant", "metered", "--export", str(path))
         assert "wrote 3 requests" in ended.stdout, ended.stderr
     rows = [json.loads(line) for line in json_file.read_text().splitlines()]
     assert [row["intent"] for row in rows] == ["chat", "", "code"]
@@ -288,14 +288,14 @@ def test_the_ledger_tells_what_was_saved(routed: Routed, tmp_path: Path) -> None
         read = list(csv.DictReader(opened))
     assert [row["nano_usd"] for row in read] == [str(row["nano_usd"]) for row in rows]
     assert read[0].keys() == rows[0].keys()
-    unknown = run("gateway", "usage", file, "--export", str(tmp_path / "rows.xls"))
+    unknown = called("gateway", "usage", file, "--export", str(tmp_path / "rows.xls"))
     assert unknown.returncode == 1
     assert ".parquet" in unknown.stderr
 
 
 def test_the_ledger_as_parquet(routed: Routed, tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
-    ended = run("gateway", "usage", str(routed.made.file), "--export", str(path))
+    ended = called("gateway", "usage", str(routed.made.file), "--export", str(path))
     try:
         from pyarrow.parquet import read_table
     except ImportError:
@@ -305,7 +305,7 @@ def test_the_ledger_as_parquet(routed: Routed, tmp_path: Path) -> None:
     else:
         assert ended.returncode == 0, ended.stderr
         lines = tmp_path / "rows.jsonl"
-        run("gateway", "usage", str(routed.made.file), "--export", str(lines))
+        called("gateway", "usage", str(routed.made.file), "--export", str(lines))
         rows = [json.loads(line) for line in lines.read_text().splitlines()]
         assert rows
         assert read_table(path).to_pylist() == rows
@@ -380,7 +380,7 @@ def test_nothing_is_cached_while_a_candidate_is_on_trial(upstreams: Upstreams, t
             return str(answer.headers["x-headrace-cache"])
 
         assert [ask(), ask()] == ["miss", "hit"]
-        assert run("gateway", "releases", "start", str(made.file), "assistant", "v2").returncode == 0
+        assert called("gateway", "releases", "start", str(made.file), "assistant", "v2").returncode == 0
         made.wait(lambda: made.metric("release_weight")['release="assistant",version="v2"'] > 0)
         assert [ask(), ask()] == ["off", "off"]
 

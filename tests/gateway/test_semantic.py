@@ -22,7 +22,8 @@ from benchmarks.semantic_cache import (
     score,
     similarity_only,
 )
-from tests.e2e.running import RunningServer, run, serving
+from tests import http
+from tests.e2e.running import RunningServer, called, serving
 from tests.gateway.running import RunningGateway, Upstreams, events, gateway
 from tests.gateway.test_reload import hang_up, rewrite
 from tests.lab.streaming_server import Exchange, Streamer
@@ -159,7 +160,7 @@ def test_answers_age_and_the_longest_unused_leave(
     config = settings(url, f"{encoder.url}/v1", max_entries=10, max_false_hit_rate=1e-6)
     with gateway(config, tmp_path) as made:
         teach(made, texts=LEARN[:30])
-        [row] = json.loads(run("gateway", "cache", "stats", str(made.file), "--json").stdout)
+        [row] = json.loads(called("gateway", "cache", "stats", str(made.file), "--json").stdout)
         assert (row["entries"], row["questions"] <= 20) == (30, True)
     folder = tmp_path / "aged"
     folder.mkdir()
@@ -202,10 +203,10 @@ def test_it_knows_after_a_restart_and_forgets_on_command(
         assert made.stop(signal.SIGTERM) == 0
     with gateway(config, tmp_path) as made:
         assert ask(made, SAME[0]).headers[STATE] == "semantic-hit"
-        [row] = json.loads(run("gateway", "cache", "stats", str(made.file), "--json").stdout)
+        [row] = json.loads(called("gateway", "cache", "stats", str(made.file), "--json").stdout)
         assert row["kind"] == "answer"
         assert 0 < row["questions"] <= row["entries"]
-        run("gateway", "cache", "clear", str(made.file), "--tenant", "default")
+        called("gateway", "cache", "clear", str(made.file), "--tenant", "default")
         assert ask(made, SAME[0]).headers[STATE] == "miss"
         assert ask(made, SAME[1]).headers[STATE] == "miss", "what was learned is forgotten as well"
 
@@ -309,5 +310,5 @@ def encode(encoder: RunningServer, texts: list[str]) -> dict[str, Any]:
     import numpy as np
 
     body = {"model": "minilm-l6", "input": texts}
-    data = httpx.post(f"{encoder.url}/v1/embeddings", json=body, timeout=60).json()["data"]
+    data = http.post(f"{encoder.url}/v1/embeddings", json=body, timeout=60).json()["data"]
     return {text: np.array(item["embedding"]) for text, item in zip(texts, data, strict=True)}

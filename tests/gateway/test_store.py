@@ -28,7 +28,7 @@ from headrace.gateway.shaping.settings import Template
 from headrace.gateway.shaping.templates import Templates
 from headrace.gateway.store import Store
 from headrace.gateway.stores.tables import MIGRATIONS
-from tests.e2e.running import run
+from tests.e2e.running import called
 from tests.gateway.conftest import Places
 from tests.gateway.redis_server import Kind, Place, RunningRedis
 from tests.gateway.running import Upstreams, gateway
@@ -110,7 +110,7 @@ def test_a_backup_of_a_running_gateway_is_whole_and_fills_the_other_kind_of_stor
         headers = made.key("acme")
         revoked = made.key("acme")
         made.revoke_last()
-        promoted = run("gateway", "releases", "promote", str(made.file), "assistant", "--version", "v2")
+        promoted = called("gateway", "releases", "promote", str(made.file), "assistant", "--version", "v2")
         assert promoted.returncode == 0
         before = sum(made.chat(headers).status_code == 200 for _ in range(5))
         stop = threading.Event()
@@ -122,14 +122,14 @@ def test_a_backup_of_a_running_gateway_is_whole_and_fills_the_other_kind_of_stor
         loading = threading.Thread(target=load)
         loading.start()
         copy = tmp_path / "copy.sqlite"
-        done = run("gateway", "backup", str(made.file), str(copy))
+        done = called("gateway", "backup", str(made.file), str(copy))
         stop.set()
         loading.join()
         assert done.returncode == 0, done.stderr
-        again = run("gateway", "backup", str(made.file), str(copy))
+        again = called("gateway", "backup", str(made.file), str(copy))
         assert again.returncode == 1
         assert "exists" in again.stderr
-        nowhere = run("gateway", "backup", str(made.file), str(tmp_path / "none" / "copy"))
+        nowhere = called("gateway", "backup", str(made.file), str(tmp_path / "none" / "copy"))
         assert nowhere.returncode == 1
         assert nowhere.stderr.count("\n") == 1
     assert copy.stat().st_mode & 0o077 == 0
@@ -138,12 +138,12 @@ def test_a_backup_of_a_running_gateway_is_whole_and_fills_the_other_kind_of_stor
     file = tmp_path / "restored" / "gateway.yaml"
     other = {"store": redis_server.url()} if kind == "sqlite" else {}
     file.write_text(json.dumps(config | other))
-    ended = run("gateway", "restore", str(file), str(file))
+    ended = called("gateway", "restore", str(file), str(file))
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), ended.stderr
     assert "is no backup" in ended.stderr
-    ended = run("gateway", "restore", str(file), str(copy))
+    ended = called("gateway", "restore", str(file), str(copy))
     assert ended.returncode == 0, ended.stderr
-    assert "is not empty" in run("gateway", "restore", str(file), str(copy)).stderr
+    assert "is not empty" in called("gateway", "restore", str(file), str(copy)).stderr
     with gateway(config | other, tmp_path / "restored") as made:
         counted = made.usage()["acme"]
         assert counted["requests"] >= before

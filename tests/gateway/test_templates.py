@@ -13,9 +13,10 @@ import yaml
 
 from headrace.errors import ConfigError
 from headrace.gateway.config import read_config
-from tests.e2e.running import run
-from tests.gateway.running import RunningGateway, Upstreams, gateway
-from tests.gateway.test_admin import ENV, KEY, free_port
+from tests import http
+from tests.e2e.running import called
+from tests.gateway.running import RunningGateway, Upstreams, free_port, gateway
+from tests.gateway.test_admin import ENV, KEY
 from tests.lab.streaming_server import Streamer
 
 SUPPORT = {
@@ -151,27 +152,29 @@ def test_commands_store_versions_that_requests_name(made: Made) -> None:
     for version, text in ((1, "Hello {{who}}"), (2, "Good day {{who}}")):
         content = {"messages": [{"role": "user", "content": text}], "variables": {"who": {}}}
         file.write_text(yaml.safe_dump(content))
-        assert run("gateway", "templates", "put", config, "greet", str(file)).stdout == f"greet@{version}\n"
+        assert (
+            called("gateway", "templates", "put", config, "greet", str(file)).stdout == f"greet@{version}\n"
+        )
     for version, text in ((None, "Good day you"), ("1", "Hello you"), (2, "Good day you")):
         prompt = {"id": "greet", "variables": {"who": "you"}}
         answer = ask(made, prompt | ({} if version is None else {"version": version}))
         assert answer.status_code == 200
         assert streamer.asked[-1].body["messages"] == [{"role": "user", "content": text}]
-    listed = run("gateway", "templates", "list", config).stdout
+    listed = called("gateway", "templates", "list", config).stdout
     [line] = [line for line in listed.splitlines() if line.startswith("greet")]
     assert line.split()[-2:] == ["56%", "who"]
-    shown = json.loads(run("gateway", "templates", "show", config, "greet", "--version", "1").stdout)
+    shown = json.loads(called("gateway", "templates", "show", config, "greet", "--version", "1").stdout)
     assert shown == {"messages": [{"role": "user", "content": "Hello {{who}}"}], "variables": {"who": {}}}
-    rendered = run("gateway", "templates", "render", config, "greet", "--set", "who=a=b").stdout
+    rendered = called("gateway", "templates", "render", config, "greet", "--set", "who=a=b").stdout
     assert json.loads(rendered) == {"messages": [{"role": "user", "content": "Good day a=b"}]}
     for wrong, said in (
         (["render", config, "greet"], "`who` is missing"),
         (["put", config, "-", str(file)], "begins with a letter"),
     ):
-        failed = run("gateway", "templates", *wrong)
+        failed = called("gateway", "templates", *wrong)
         assert (failed.returncode, failed.stderr.count("\n")) == (1, 1), failed.stderr
         assert said in failed.stderr
-    assert run("gateway", "templates", "remove", config, "greet").stdout == "forgot 2 versions of greet\n"
+    assert called("gateway", "templates", "remove", config, "greet").stdout == "forgot 2 versions of greet\n"
     assert ask(made, {"id": "greet", "variables": {"who": "you"}}).status_code == 404
 
 
@@ -179,7 +182,7 @@ def test_the_admin_api_does_the_same(made: Made) -> None:
     _, _, _, _, port = made
     content = {"text": "{{a}} and {{b}}", "variables": {"a": {}, "b": {"default": "b"}}}
     headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers) as admin:
+    with http.client(f"http://127.0.0.1:{port}", headers) as admin:
         put = admin.put("/templates/team/two", json=content)
         assert put.json()["version"] == 1, put.text
         assert put.json()["kind"] == "completion"
@@ -213,7 +216,7 @@ def test_a_changed_file_is_a_new_version(upstreams: Upstreams, tmp_path: Path) -
         config["templates"]["hi"]["messages"][0]["content"] = text
         file = tmp_path / "gateway.yaml"
         file.write_text(yaml.safe_dump(config))
-        [row] = json.loads(run("gateway", "templates", "list", str(file), "--json").stdout)
+        [row] = json.loads(called("gateway", "templates", "list", str(file), "--json").stdout)
         assert row["version"] == version
     config["templates"]["hi"]["messages"][0]["content"] = "{{who}}"
     file.write_text(yaml.safe_dump(config, sort_keys=False))

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from tests.gateway.running import RunningGateway, Upstreams, decent, gateway
+from tests.gateway.test_reload import hang_up, rewrite
 from tests.lab.streaming_server import Exchange, Streamer
 
 WORDS = "word " * 40
+MANY = 1_000_000
+TOKENIZATION = {"min_tokens": 20, "timeout_ms": 60_000, "send_ids": True}
 
 
 class Counts:
@@ -52,24 +55,19 @@ def made(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> Iter
             "one": {"url": url, "kind": "headrace", "models": {"m": {"name": "theirs"}}},
             "two": {"url": url, "kind": "compatible", "models": {"unknown": {}}},
         },
-        "authentication": "none",
-        "tenants": {"default": {"limits": {"tokens_per_minute": 1_000_000}}},
-        "tokenization": {"min_tokens": 20, "timeout_ms": 5000, "send_ids": True},
+        "tenants": {"acme": {"key_limits": {"tokens_per_minute": MANY}}},
+        "tokenization": TOKENIZATION,
     }
     with gateway(config, tmp_path_factory.mktemp("gateway")) as running:
         yield running, streamer, counts
 
 
 def reserved(made: Made, **body: Any) -> int:
-    """Tokens that a request of three tokens' answer takes from the quota at first, less the answer's."""
+    """Tokens that a request of three tokens' answer takes from a new key's quota, less the answer's."""
     running, _, _ = made
-    before = running.chat(messages=[{"role": "user", "content": "a"}], max_tokens=1)
-    answer = running.chat(**body)
+    answer = running.chat(running.key("acme"), **body)
     assert answer.status_code == 200, answer.text
-    left = [int(each.headers["x-ratelimit-remaining-tokens"]) for each in (before, answer)]
-    # the first one has been settled to the two tokens that it used: one word, and one of the answer
-    given_back = estimate("a") + 1 - 2
-    return left[0] + given_back - left[1] - 3
+    return MANY - int(answer.headers["x-ratelimit-remaining-tokens"]) - 3
 
 
 def estimate(text: str) -> int:
@@ -107,12 +105,13 @@ def test_without_a_count_the_estimate_holds(made: Made, how: str) -> None:
     text = f"{how} {WORDS}"
     try:
         if how == "slow":
-            running.file.write_text(running.file.read_text().replace("timeout_ms: 5000", "timeout_ms: 20"))
-            running.process.send_signal(1)
-            running.wait(lambda: "configuration reloaded" in (running.file.parent / "log").read_text())
+            rewrite(running, tokenization=TOKENIZATION | {"timeout_ms": 20})
+            hang_up(running, "configuration reloaded")
         assert reserved(made, messages=[{"role": "user", "content": text}]) == estimate(text)
     finally:
         counts.works, counts.slow = True, False
+        rewrite(running, tokenization=TOKENIZATION)
+        hang_up(running, "configuration reloaded")
     assert running.metric("token_counts_total")['result="failed"'] >= 1
 
 
@@ -120,7 +119,7 @@ def test_completions_may_be_asked_by_ids(made: Made) -> None:
     running, streamer, _ = made
     body = {"model": "m", "prompt": WORDS, "max_tokens": 2}
     for more, prompt in (({}, [4] * 40), ({"echo": True}, WORDS)):
-        running.client.post("/v1/completions", json=body | more)
+        running.client.post("/v1/completions", json=body | more, headers=running.key("acme"))
         assert asked(streamer, "/completions")[-1]["prompt"] == prompt
 
 
@@ -132,7 +131,7 @@ def test_a_context_that_fits_exactly_is_let_through(upstreams: Upstreams, tmp_pa
         "tenants": {"default": {"limits": {"max_context": 43}}},
     }
     messages = [{"role": "user", "content": WORDS}]
-    with gateway(config | {"tokenization": {"min_tokens": 70, "timeout_ms": 5000}}, tmp_path) as running:
+    with gateway(config | {"tokenization": {"min_tokens": 70, "timeout_ms": 60_000}}, tmp_path) as running:
         assert running.chat(messages=messages).status_code == 200
         assert running.chat(messages=messages, max_tokens=4).status_code == 400
         estimated = [{"role": "user", "content": WORDS[:175]}]  # shorter, but not counted

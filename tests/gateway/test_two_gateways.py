@@ -24,7 +24,7 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.gateway.config import Limits, read_config
 from headrace.gateway.quotas import Quotas, Scope
-from tests.e2e.running import run
+from tests.e2e.running import called
 from tests.gateway.redis_server import Place, RunningRedis, redis
 from tests.gateway.running import RunningGateway, Upstreams, decent, events, gateway
 from tests.lab.streaming_server import Exchange
@@ -300,7 +300,7 @@ def said(config: str, folder: Path, *command: str) -> str:
     path = folder / "gateway.yaml"
     upstream = "{url: 'http://127.0.0.1:1/v1', models: {m: {}}}"
     path.write_text(f"upstreams: {{u: {upstream}}}\ntenants: {{acme: {{}}}}\n{config}\n")
-    ended = run("gateway", *(command or ("keys", "list")), str(path))
+    ended = called("gateway", *(command or ("keys", "list")), str(path))
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), ended.stderr
     return ended.stderr
 
@@ -317,7 +317,7 @@ def test_a_password_comes_from_the_environment_and_is_never_shown(
         assert "invalid username-password pair" in told
         assert "hunter" not in told
         monkeypatch.setenv("REDIS_PASSWORD", "hunter2")
-        assert run("gateway", "keys", "list", str(tmp_path / "gateway.yaml")).returncode == 0
+        assert called("gateway", "keys", "list", str(tmp_path / "gateway.yaml")).returncode == 0
 
 
 def test_a_redis_that_forgets_or_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -366,4 +366,4 @@ def test_tls_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         store = f"store: rediss://127.0.0.1:{port}/0"
         assert "certificate" in said(store, tmp_path)
         monkeypatch.setenv("SSL_CERT_FILE", str(folder / "cert"))
-        assert run("gateway", "keys", "list", str(tmp_path / "gateway.yaml")).returncode == 0
+        assert called("gateway", "keys", "list", str(tmp_path / "gateway.yaml")).returncode == 0

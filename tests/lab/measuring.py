@@ -49,9 +49,9 @@ def running(streamer: Streamer) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        asyncio.run_coroutine_threadsafe(close(), loop).result(5)
+        asyncio.run_coroutine_threadsafe(close(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
+        thread.join(60)
         loop.close()
 
 
@@ -72,14 +72,14 @@ def small_headrace(*, api_key: str | None = None, **engine: Any) -> Iterator[str
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         frontend.client.close()
 
 
 def bench(address: str, view: Quiet | None = None, **options: Any) -> Result:
     """Measure ``address``; ``options`` are fields of Plan, Asked and Target, with small defaults."""
     asked = {"prompt_tokens": Lengths("fixed", 32), "output_tokens": Lengths("fixed", 8)}
-    target: dict[str, Any] = {"name": address, "address": address, "timeout_s": 10.0}
+    target: dict[str, Any] = {"name": address, "address": address, "timeout_s": 60.0}
     plan: dict[str, Any] = {
         "kind": "closed",
         "levels": (2,),

@@ -36,7 +36,7 @@ def run(*arguments: str, folder: Path, env: dict[str, str] | None = None) -> sub
         env=os.environ | _FOUND | (env or {}),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=120,
         check=False,
     )
 
@@ -70,7 +70,7 @@ def test_a_sweep_prints_a_table_and_writes_report_and_result(tmp_path: Path) -> 
     assert result.endpoint.model == "small" and result.workload.hash
     floor = result.client_floor
     assert floor is not None and floor.requests > 20
-    assert 0 < floor.ttft_p50_ms <= floor.ttft_p99_ms and floor.ttft_p50_ms < 50
+    assert 0 < floor.ttft_p50_ms <= floor.ttft_p99_ms and floor.ttft_p50_ms < 500
     page = _Page()
     text = (tmp_path / "mine.html").read_text("utf-8")
     page.feed(text)
@@ -79,13 +79,14 @@ def test_a_sweep_prints_a_table_and_writes_report_and_result(tmp_path: Path) -> 
     assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.fixture
-def two_results(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def two_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with slow.json and fast.json."""
+    folder = tmp_path_factory.mktemp("results")
     for name, first_s in (("slow", 0.12), ("fast", 0.02)):
         with running(Streamer(first_s=first_s, gap_s=0.02)) as address:
-            write(bench(address, requests=16), tmp_path / f"{name}.json")
-    return tmp_path
+            write(bench(address, requests=16), folder / f"{name}.json")
+    return folder
 
 
 def test_the_exit_status_tells_ci(two_results: Path) -> None:
@@ -118,9 +119,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         deadline = time.monotonic() + 60
         while len(streamer.asked) < 60:  # more than a second of load
             assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert b"interrupted" in out
     result = read(tmp_path / "cut.json")
@@ -203,7 +204,7 @@ def test_the_server_is_gone_when_bench_is_told_to_end(smollm2_path: Path, tmp_pa
     while not any(child.net_connections() for child in children):
         assert time.monotonic() < deadline and process.poll() is None
         children = psutil.Process(process.pid).children()
-        time.sleep(0.1)
+        time.sleep(0.02)
     process.terminate()
-    assert process.wait(30) != 0
-    assert psutil.wait_procs(children, 5)[1] == []
+    assert process.wait(60) != 0
+    assert psutil.wait_procs(children, 60)[1] == []

@@ -101,7 +101,7 @@ async def endless_line(exchange: Exchange) -> None:
 )
 def test_failures_are_counted_by_kind_and_never_vanish(behaviour: Behaviour, kind: str, said: str) -> None:
     with running(odd(behaviour, after=5)) as address:
-        timeout_s = 0.5 if kind == "timeout" else 20.0
+        timeout_s = 0.5 if kind == "timeout" else 60.0
         [stage] = bench(address, requests=6, levels=(3,), timeout_s=timeout_s).stages
     assert stage.requests == 6
     assert stage.errors == {kind: 4}  # probe and calibration took three of the five that behave
@@ -289,7 +289,7 @@ def test_the_clients_own_time_is_known_and_named_where_it_matters(monkeypatch: p
         without = bench(address, requests=2, with_floor=True)
     floor, [stage] = result.client_floor, result.stages
     assert floor is not None and stage.ttft is not None
-    assert floor.tpot_p50_ms < floor.ttft_p50_ms < 50
+    assert floor.tpot_p50_ms < floor.ttft_p50_ms < 500
     named = any("the client's own time" in warning for warning in result.warnings)
     assert named == (
         floor.ttft_p50_ms > 0.1 * stage.ttft.p50

@@ -166,12 +166,12 @@ def test_ctrl_c_keeps_what_is_finished(models: Path, tmp_path: Path) -> None:
         text=True,
         env=os.environ,
     )
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 120
     while not output.exists():
         assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
     assert "perplexity (windows)" in out
     assert list(json.loads(output.read_text())["suites"]) == ["perplexity"]

@@ -99,7 +99,7 @@ def test_ctrl_c_keeps_the_steps_that_were_measured(tiny_model: Path, tmp_path: P
         if line.startswith("transformers"):
             break
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "interrupted" in out and "Traceback" not in err
     found = json.loads((tmp_path / "journey.json").read_bytes())
@@ -111,7 +111,7 @@ def test_ctrl_c_keeps_the_steps_that_were_measured(tiny_model: Path, tmp_path: P
 @pytest.mark.parametrize("arguments", [["--users", "0"], ["--price-per-hour", "-1"], ["./no-such-model"]])
 def test_a_mistake_is_one_line(arguments: list[str], tmp_path: Path) -> None:
     process = start(*arguments, "--output", str(tmp_path / "out"))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert len(err.strip().splitlines()) == 1 and arguments[-1].lstrip("-./") in err
     assert not (tmp_path / "out").exists()

@@ -176,7 +176,7 @@ def test_what_cannot_be_planned_says_why(arguments: list[str], says: str) -> Non
 
 def test_negative_sizes_are_one_line_and_status_2() -> None:
     command = [sys.executable, "-m", "headrace.cli", "plan", *LLAMA[2:], "--layers", "-3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "--layers" in done.stderr
@@ -184,7 +184,7 @@ def test_negative_sizes_are_one_line_and_status_2() -> None:
 
 def test_an_unknown_model_is_one_line_and_status_1() -> None:
     command = [sys.executable, "-m", "headrace.cli", "plan", "no-such-model"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "Traceback" not in done.stderr
 

@@ -13,7 +13,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import yaml
@@ -22,6 +21,7 @@ from typer.testing import CliRunner
 import headrace
 from headrace.cli.main import app
 from headrace.errors import HeadraceError
+from tests import http
 from tests.e2e.running import serving
 from tests.lab.small_models import TEXT, make_model
 
@@ -65,7 +65,7 @@ class Running:
         for line in self.process.stderr:
             self.said.append(line)
 
-    def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, text: str, timeout_s: float = 120.0) -> None:
         """Until a line begins with ``text``."""
         deadline = time.monotonic() + timeout_s
         while not any(line.startswith(text) for line in self.said):
@@ -124,12 +124,13 @@ def test_a_small_budget_gives_the_files_and_a_server_that_starts(smollm2_path: P
     options = yaml.safe_load((folder / "best.yaml").read_text())
     assert options["model"] == "smollm2-135m" and options["threads"] == 1
     with serving("--config", str(folder / "best.yaml")) as server:
-        [card] = httpx.get(f"{server.url}/v1/models").json()["data"]
+        [card] = http.get(f"{server.url}/v1/models").json()["data"]
     assert card["id"] == "tuned"
 
 
 def test_what_was_measured_survives_kill_9_and_ctrl_c(tiny: Path) -> None:
-    arguments = ["tiny", *_ONE_THREAD, "--switches", "max-num-batched-tokens", "-o", "killed"]
+    many = "max-num-batched-tokens,max-num-seqs,prefix-caching,engine-process"  # it is not done before Ctrl-C
+    arguments = ["tiny", *_ONE_THREAD, "--switches", many, "-o", "killed"]
     killed = Running(*arguments, folder=tiny)
     killed.wait_for("#1 ")
     servers = killed.servers()
@@ -143,7 +144,7 @@ def test_what_was_measured_survives_kill_9_and_ctrl_c(tiny: Path) -> None:
     assert any("2 tried before" in line for line in again.said)
     assert not any(line.startswith(("#0 ", "#1 ")) for line in again.said)
     again.process.send_signal(signal.SIGINT)
-    out, _ = again.process.communicate(timeout=30)
+    out, _ = again.process.communicate(timeout=60)
     assert again.process.returncode == 0, again.said
     assert "interrupted" in out and "try it: headrace serve --config killed/best.yaml" in out
     found = json.loads((tiny / "killed" / "trials.json").read_text())
@@ -159,7 +160,7 @@ def test_ctrl_c_before_anything_was_measured_ends_it(tiny: Path) -> None:
     running = Running("tiny", *_ONE_THREAD, "--switches", "engine-process", "-o", "early", folder=tiny)
     running.wait_for("2 configurations of engine-process")
     running.process.send_signal(signal.SIGINT)
-    out, _ = running.process.communicate(timeout=30)
+    out, _ = running.process.communicate(timeout=60)
     assert running.process.returncode == 130 and out == ""
 
 

@@ -146,7 +146,7 @@ class RawClient:
             self.arrived.set()
 
 
-async def until(condition: Any, timeout_s: float = 5.0) -> None:
+async def until(condition: Any, timeout_s: float = 60.0) -> None:
     """Wait until ``condition()`` holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -158,7 +158,7 @@ async def test_from_every_event_on_the_rest_follows(
     path, body = BODIES[kind]
     first = open_frontend(step_s=0.003)
     client = RawClient(small_app(first), path, body | {"stream": True})
-    await until(lambda: client.body.count(b"\n\n") > 12, 20)
+    await until(lambda: client.body.count(b"\n\n") > 12)
     await killed(first, tmp_path)
     await client.task
     told = named_events(client.body.decode())
@@ -195,7 +195,7 @@ async def test_a_whole_answer_by_the_name_of_its_request(open_frontend: Opener, 
     headers = {"x-request-id": "mine-1", "authorization": "Bearer secret"}
     body = {"messages": USER, "max_tokens": 60, "seed": 1, "n": 2, "ignore_eos": True, "logprobs": True}
     client = RawClient(small_app(first, api_key="secret"), CHAT, body, headers)
-    await until(lambda: first.client.stats().generation_tokens > 20, 20)
+    await until(lambda: first.client.stats().generation_tokens > 20)
     await killed(first, tmp_path)
     await client.task
     second = open_frontend("second")
@@ -210,7 +210,7 @@ async def begun(first: Frontend, tmp_path: Path, headers: dict[str, str], **sett
     """Start a stream, die in the middle of it; the answer's id."""
     body = {"messages": USER, "max_tokens": 300, "seed": 1, "stream": True, "ignore_eos": True}
     client = RawClient(small_app(first, **settings), CHAT, body, headers)
-    await until(lambda: client.body.count(b"\n\n") > 12, 20)
+    await until(lambda: client.body.count(b"\n\n") > 12)
     await killed(first, tmp_path)
     first.close()
     await client.task
@@ -371,7 +371,7 @@ async def test_an_answer_that_another_server_began(route: str, open_frontend: Op
     ]
     body["resume"] = {"token_ids": ids, "system_fingerprint": fingerprint}
     client = RawClient(app, route, body)
-    await until(lambda: client.body.count(b"\n\n") > 12, 20)
+    await until(lambda: client.body.count(b"\n\n") > 12)
     await killed(first, tmp_path)
     await client.task
     told = named_events(client.body.decode())

@@ -28,8 +28,8 @@ async def test_leaving_in_decode(slow: Any, stream: bool) -> None:
     client = RawClient(app, TEXT, LONG | {"stream": stream})
     await until(lambda: slow.client.stats().generation_tokens >= 3)
     client.leave()
-    await until(lambda: idle(slow), timeout_s=1.0)
-    await asyncio.wait_for(client.task, 1.0)
+    await until(lambda: idle(slow))
+    await asyncio.wait_for(client.task, 60.0)
     assert slow.client.stats().generation_tokens < 60
 
 
@@ -39,8 +39,8 @@ async def test_leaving_in_prefill(slow: Any, stream: bool) -> None:
     client = RawClient(app, TEXT, {"prompt": "x" * 500, "max_tokens": 5, "stream": stream})
     await until(lambda: slow.client.stats().num_running_seqs == 1)
     client.leave()
-    await until(lambda: idle(slow), timeout_s=1.0)
-    await asyncio.wait_for(client.task, 1.0)
+    await until(lambda: idle(slow))
+    await asyncio.wait_for(client.task, 60.0)
     assert slow.client.stats().generation_tokens == 0
     assert client.status is None, "nothing had been answered yet"
 
@@ -53,11 +53,11 @@ async def test_leaving_the_queue(slow: Any, stream: bool) -> None:
     waiting = RawClient(app, TEXT, LONG | {"stream": stream})
     await until(lambda: slow.client.stats().num_waiting_seqs == 1)
     waiting.leave()
-    await until(lambda: slow.client.stats().num_waiting_seqs == 0, timeout_s=1.0)
+    await until(lambda: slow.client.stats().num_waiting_seqs == 0)
     assert slow.client.stats().num_running_seqs == 2, "the neighbours go on"
     for client in busy:
         client.leave()
-    await until(lambda: idle(slow), timeout_s=1.0)
+    await until(lambda: idle(slow))
     await asyncio.gather(*(client.task for client in (*busy, waiting)))
 
 
@@ -66,7 +66,7 @@ async def test_leaving_frees_every_choice_of_every_prompt(slow: Any) -> None:
     client = RawClient(app, TEXT, LONG | {"prompt": ["a", "b", "c"], "n": 2, "stream": True})
     await until(lambda: bool(client.body))
     client.leave()
-    await until(lambda: idle(slow), timeout_s=1.0)
+    await until(lambda: idle(slow))
     await client.task
     assert app.state.server.in_flight == 0
 
@@ -75,7 +75,7 @@ async def test_a_prompt_that_is_refused_takes_its_companions_along(slow: Any) ->
     async with connected(small_app(slow)) as client:
         refused = await client.post(TEXT, json=LONG | {"prompt": ["ab", "x" * 600]})
     assert refused.status_code == 400
-    await until(lambda: idle(slow), timeout_s=1.0)
+    await until(lambda: idle(slow))
 
 
 async def test_a_client_that_stops_reading_is_given_up() -> None:
@@ -88,8 +88,8 @@ async def test_a_client_that_stops_reading_is_given_up() -> None:
         async with connected(app) as client:
             other = await client.post(TEXT, json=LONG | {"max_tokens": 20})
         assert other.json()["usage"]["completion_tokens"] == 20
-        await asyncio.wait_for(stalled.task, 1.5)
-        await until(lambda: idle(frontend), timeout_s=0.5)
+        await asyncio.wait_for(stalled.task, 60.0)
+        await until(lambda: idle(frontend))
         assert frontend.client.stats().generation_tokens < 400
         assert app.state.server.in_flight == 0
     finally:

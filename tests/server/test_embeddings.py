@@ -191,8 +191,8 @@ async def test_whoever_leaves_frees_what_they_held(folder: Path) -> None:
     client = RawClient(app, PATH, {"input": [[5] * MAX_TOKENS] * 2000})
     await until(lambda: frontend.client.stats().num_steps > 3)
     client.leave()
-    await asyncio.wait_for(client.task, 2.0)
-    await until(lambda: idle(frontend), timeout_s=2.0)
+    await asyncio.wait_for(client.task, 60.0)
+    await until(lambda: idle(frontend))
     assert frontend.client.stats().num_steps < 2000
     assert client.status is None
     assert len(await vectors(app, {"input": "ab"})) == 1

@@ -21,7 +21,15 @@ LONG = {"prompt": "ab", "max_tokens": 400, "ignore_eos": True}
 
 @pytest.fixture
 def slow():
-    """20 ms a step, one sequence at a time, one in the queue for at most 0.2 s."""
+    """20 ms a step, one sequence at a time, one in the queue."""
+    frontend = small_frontend(step_s=0.02, max_num_seqs=1, max_waiting=1)
+    yield frontend
+    frontend.close()
+
+
+@pytest.fixture
+def impatient():
+    """As ``slow``, and nobody waits for longer than 0.2 s."""
     frontend = small_frontend(step_s=0.02, max_num_seqs=1, max_waiting=1, max_queue_time_s=0.2)
     yield frontend
     frontend.close()
@@ -45,10 +53,10 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(slow: Any, stream
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_waiting_too_long_is_an_http_error_even_for_a_stream(slow: Any, stream: bool) -> None:
-    app = small_app(slow)
+async def test_waiting_too_long_is_an_http_error_even_for_a_stream(impatient: Any, stream: bool) -> None:
+    app = small_app(impatient)
     busy = RawClient(app, TEXT, LONG)
-    await until(lambda: slow.client.stats().num_running_seqs == 1)
+    await until(lambda: impatient.client.stats().num_running_seqs == 1)
     async with connected(app) as client:
         refused = await client.post(TEXT, json=LONG | {"stream": stream})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
@@ -90,7 +98,7 @@ async def test_closing_the_engine_ends_streams_with_an_error_event() -> None:
     whole = RawClient(app, TEXT, LONG)
     await until(lambda: bool(client.body))
     await asyncio.to_thread(frontend.close)
-    await asyncio.wait_for(asyncio.gather(client.task, whole.task), 2.0)
+    await asyncio.wait_for(asyncio.gather(client.task, whole.task), 60.0)
     *chunks, last = events(client.body.decode())
     assert "[DONE]" not in chunks
     assert last["error"]["code"] == "overloaded"

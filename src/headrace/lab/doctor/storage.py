@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.lab.doctor.check import Check, gib, read
@@ -48,16 +50,30 @@ def disk(folder: Path | None = None) -> Check:
     Reads the largest file there, up to 256 MiB of it; without one of 16 MiB, a file written for the purpose.
     """
     folder = cache_dir() if folder is None else folder
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    largest = max(files, key=lambda path: path.stat().st_size, default=None)
-    if largest is not None and largest.stat().st_size >= _LEAST_BYTES:
-        return _read_speed(largest, largest.name)
+    size, largest = max(_files(folder), default=(0, ""))
+    if size >= _LEAST_BYTES:
+        return _read_speed(Path(largest), Path(largest).name)
     with tempfile.NamedTemporaryFile(dir=_existing(folder)) as file:
         for _ in range(_LEAST_BYTES // _CHUNK):
             file.write(os.urandom(_CHUNK))
         file.flush()
         os.fsync(file.fileno())
         return _read_speed(Path(file.name), f"a file written into {_existing(folder)}")
+
+
+def _files(folder: Path) -> Iterator[tuple[int, str]]:
+    """Sizes and paths of the files below a folder; what cannot be looked into is left out.
+
+    A cache may have as many as a disk: a Path for each would take seconds.
+    """
+    left = [str(folder)]
+    while left:
+        with contextlib.suppress(OSError), os.scandir(left.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(entry.path)
+                elif entry.is_file(follow_symlinks=False):
+                    yield entry.stat(follow_symlinks=False).st_size, entry.path
 
 
 def _read_speed(path: Path, name: str) -> Check:
