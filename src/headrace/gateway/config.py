@@ -120,6 +120,8 @@ class UpstreamConfig(Strict):
             raise ValueError("credential_env is for upstreams of kind headrace")
         if self.url == IN_PROCESS and self.kind != "headrace":
             raise ValueError("what is in-process is of kind headrace")
+        if self.url == IN_PROCESS and (self.api_key_env or self.credential_env):
+            raise ValueError("what is in-process needs neither api_key_env nor credential_env")
         return self
 
     def secret(self, variable: str | None) -> str | None:
@@ -229,11 +231,20 @@ class CacheSettings(Strict):
 
 class EmbeddingsSettings(Strict):
     """Whom the gateway asks for embeddings of its own: a ``model`` of the upstreams', or an alias. A request
-    waits for ``timeout_ms`` and then does without.
+    waits for ``timeout_ms`` and then does without. Texts of a tenant's requests that come within
+    ``window_ms`` are asked for together, up to ``max_inputs``.
     """
 
     model: Name
     timeout_ms: Positive = 50.0
+    window_ms: Annotated[float, Field(gt=0, le=10_000)] = 1.0
+    max_inputs: Annotated[int, Field(ge=2, le=2048)] = 64
+
+    @model_validator(mode="after")
+    def _comes_in_time(self) -> Self:
+        if self.window_ms >= self.timeout_ms:
+            raise ValueError(f"window_ms must be less than timeout_ms, which is {self.timeout_ms:g}")
+        return self
 
 
 class GatewayConfig(Strict):

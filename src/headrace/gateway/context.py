@@ -50,6 +50,7 @@ class RequestContext:
     key: str = ""
     app: str = ""
     weight: float = 1.0  # of the tenant
+    for_tenant: str = ""  # whose request it serves, where it is the gateway's own
     scopes: tuple[Scope, ...] = ()  # whose limits hold: the tenant's, the app's, the key's
 
     # parse

@@ -63,7 +63,8 @@ class Embedded:
         if self._admin is not None:
             server, listening = self._admin
             self._serving = asyncio.create_task(server.serve(sockets=[listening]))
-        reload_on_hangup(self._gateway)
+        if self._gateway.path is not None:
+            reload_on_hangup(self._gateway)
         self._opened = True
 
     def drain(self) -> None:

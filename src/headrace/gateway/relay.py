@@ -79,7 +79,9 @@ def _nobody(context: RequestContext, failure: AttemptError | None) -> Exception:
     if failure is None and all(target.upstream.drained for target in context.targets):
         return OverloadedError(f"all upstreams of {context.model} are drained; try again later")
     now = time.monotonic()
-    wait = min(target.upstream.health.resting_until for target in context.targets) - now
+    wait_s = max(min(target.upstream.health.resting_until for target in context.targets) - now, 1.0)
+    if failure is not None and failure.reason == "overloaded":
+        return OverloadedError(f"no upstream of {context.model} has room: {failure}", retry_after_s=wait_s)
     return LimitError(
-        f"all upstreams of {context.model} ask to be left alone for a while", retry_after_s=max(wait, 1.0)
+        f"all upstreams of {context.model} ask to be left alone for a while", retry_after_s=wait_s
     )

@@ -11,12 +11,12 @@ import orjson
 
 from headrace.errors import ConfigError
 from headrace.gateway.config import IN_PROCESS, GatewayConfig, Health, ServedModel, UpstreamConfig
+from headrace.gateway.connections import need_http
 from headrace.gateway.health import HealthState
 from headrace.gateway.kinds import kind_of
 
 if TYPE_CHECKING:
-    import aiohttp
-
+    from headrace.gateway.connections import Connections
     from headrace.gateway.context import RequestContext
     from headrace.gateway.kinds import Capability
     from headrace.gateway.local import LocalServer
@@ -32,13 +32,16 @@ class Upstream:
     ) -> None:
         """``local``: the server in this process, if there is one.
 
-        Raises ConfigError if there is none and it should be that, or its API key is not in the environment.
+        Raises ConfigError if there is none and it should be that, its API key is not in the environment, or
+        what connections take is not installed.
         """
         if config.url == IN_PROCESS and local is None:
             raise ConfigError(
-                f"the upstream {name} is in-process: that is for `headrace serve MODEL --gateway FILE`"
+                f"the upstream {name} is in-process: that is for `headrace serve MODEL --gateway`"
             )
         self.local = local if config.url == IN_PROCESS else None
+        if self.local is None:
+            need_http(name)
         self.name = name
         self.config = config
         self.kind = kind_of(config.kind)
@@ -48,10 +51,10 @@ class Upstream:
         self.outstanding_tokens = 0
         self.chosen = 0
         self.drained = False  # by an operator: it gets nothing new
-        key = config.secret(config.api_key_env)
-        self._credential = config.secret(config.credential_env)
-        if self.local is not None:
-            self._credential = self.local.credential
+        if self.local is None:
+            key, self._credential = config.secret(config.api_key_env), config.secret(config.credential_env)
+        else:
+            key, self._credential = self.local.api_key, self.local.credential
         self.headers = {"content-type": "application/json", "accept-encoding": "identity"}
         self.headers |= self.kind.headers(key)
 
@@ -91,19 +94,19 @@ class Upstream:
         """Its weight as far as its health goes; an ejected one counts as one that has just come back."""
         return self.config.weight * max(self.health.share(), 0.1)
 
-    async def probe(self, session: aiohttp.ClientSession) -> int:
+    async def probe(self, connections: Connections) -> int:
         """The status with which it answers its kind's probe."""
         parts = urlsplit(self.config.url)
         path = self.kind.probe
         base = f"{parts.scheme}://{parts.netloc}" if path.startswith("/") else f"{self.config.url}/"
-        asked = await (self.local or session).get(base + path, headers=self.headers, allow_redirects=False)
+        asked = await (self.local or connections).get(base + path, headers=self.headers)
         async with asked as answer:
             return answer.status
 
-    async def learn(self, session: aiohttp.ClientSession) -> None:
+    async def learn(self, connections: Connections) -> None:
         """Ask how long its models' contexts are. What it does not tell stays unknown."""
         url = f"{self.config.url}/models"
-        asked = await (self.local or session).get(url, headers=self.headers, allow_redirects=False)
+        asked = await (self.local or connections).get(url, headers=self.headers)
         async with asked as answer:
             page = await answer.content.read(_MAX_MODELS_BYTES) if answer.status == 200 else b""
         try:
