@@ -18,6 +18,7 @@ OPEN_TENANT = "default"
 """Whose all requests are where no keys are asked for."""
 OWN_TENANT = "(gateway)"
 """Whose the gateway's own requests are: no key can be of it, and no limit holds for it."""
+_UNLIMITED = Tenant()
 
 
 async def authenticate(gateway: Gateway, context: RequestContext) -> None:
@@ -25,7 +26,7 @@ async def authenticate(gateway: Gateway, context: RequestContext) -> None:
     config = gateway.config
     if config.authentication == "none":
         _check_server_key(gateway, context)
-        tenant = config.tenants.get(OPEN_TENANT, Tenant())
+        tenant = config.tenants.get(OPEN_TENANT, _UNLIMITED)
         context.weight = tenant.weight
         context.tenant, context.scopes = OPEN_TENANT, (Scope(f"tenant:{OPEN_TENANT}", tenant.limits),)
         return
