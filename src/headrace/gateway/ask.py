@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace.errors import HeadraceError, InvalidRequestError, UpstreamError
 from headrace.gateway.connections import ConnectTimeoutError, failures, reason_of
-from headrace.gateway.kinds import told_error
+from headrace.gateway.kinds import is_overflow, told_error
 from headrace.gateway.local import LocalAnswer
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ class AttemptError(Exception):
         super().__init__(message)
         self.reason = reason
         self.rested = rested
+
+
+class TooLongError(InvalidRequestError):
+    """What the upstream's context cannot hold; another one's may."""
 
 
 async def ask(
@@ -150,7 +154,8 @@ def _refusal(target: Target, response: Answer, body: bytes) -> Exception:
         return UpstreamError(f"the upstream {target.upstream.name} does not accept the gateway's API key")
     if not 400 <= status < 500:
         return AttemptError("garbage", f"status {status}")
-    made: HeadraceError = InvalidRequestError(message)
+    too_long = status in (400, 413, 422) and is_overflow(message, error[3] if error else None)
+    made: HeadraceError = TooLongError(message) if too_long else InvalidRequestError(message)
     made.status = status
     if error is not None:
         _, made.type, made.param, made.code = error[0], error[1] or made.type, error[2], error[3]

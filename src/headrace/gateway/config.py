@@ -80,7 +80,7 @@ class UpstreamConfig(Strict):
     """One endpoint. ``url`` ends where OpenAI's would: in ``/v1``; or it is ``in-process``.
 
     ``credential_env``: the variable with what a server of ours shares with its gateway, so that it knows
-    tenants apart.
+    tenants apart. ``usd_per_hour``: what its hardware costs while it works on anything; requests share it.
     """
 
     url: str
@@ -88,6 +88,7 @@ class UpstreamConfig(Strict):
     models: Annotated[dict[Name, ServedModel], Field(min_length=1)]
     api_key_env: Variable | None = None
     credential_env: Variable | None = None
+    usd_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     weight: Positive = 1.0
     max_connections: Count = 1000
     timeouts: Timeouts = Timeouts()
@@ -190,6 +191,14 @@ class Retries(Strict):
     budget: Annotated[float, Field(ge=0, le=1)] = 0.2
 
 
+class Balancing(Strict):
+    """Of which upstreams the least busy one gets a request: ``all`` that have the model, or ``two`` that are
+    drawn by weight, for several gateways before the same upstreams.
+    """
+
+    among: Literal["all", "two"] = "all"
+
+
 class Admission(Strict):
     """``max_running`` requests at a time; ``max_waiting`` more wait up to ``max_wait_s``."""
 
@@ -278,6 +287,7 @@ class GatewayConfig(Strict):
     default_output_tokens: Count = 1024
     health: Health = Health()
     retries: Retries = Retries()
+    balancing: Balancing = Balancing()
     admission: Admission = Admission()
     cache: CacheSettings = CacheSettings()
     embeddings: EmbeddingsSettings | None = None

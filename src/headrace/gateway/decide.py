@@ -112,7 +112,8 @@ def _able(gateway: Gateway, context: RequestContext, options: tuple[str, ...]) -
 
     def up(target: Target) -> bool:
         upstream = target.upstream
-        return not upstream.drained and upstream.health.share() > 0 and not upstream.health.resting()
+        well = upstream.health.share() > 0 and not upstream.health.resting() and not upstream.away
+        return well and not upstream.drained
 
     def able(target: Target) -> bool:
         return target.can(capabilities, context.body)

@@ -88,12 +88,16 @@ async def keep_probing(gateway: Gateway, upstream: Upstream) -> None:
         every = gateway.config.health.probe_every_s
         try:
             async with asyncio.timeout(max(every, 1.0)):
-                status = await upstream.probe(gateway.connections)
-                good = status < 500
-                if good and not known:
+                if await upstream.probe(gateway.connections) == "loaded" and not known:
                     await upstream.learn(gateway.connections)
-                known = good  # one that comes back may have come back with another model
         except failures():
-            good = False
-        upstream.health.probed(good=good)
+            upstream.state = "failed"
+        known = upstream.state == "loaded"  # one that comes back may have come back with another model
+        if not upstream.away:
+            upstream.health.probed(good=known)
+        try:
+            async with asyncio.timeout(max(every, 1.0)):
+                await upstream.look(gateway.connections)
+        except failures():  # what it tells of its load is good to know, and no more
+            upstream.forget()
         await asyncio.sleep(every)

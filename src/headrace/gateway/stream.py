@@ -164,6 +164,7 @@ class RelayedStream:
         """Ask ``target`` for the rest. Raises as :func:`ask` does, and then nothing of it is left."""
         gateway, context = self._gateway, self._context
         self._work = target.upstream.begin(context.prompt_tokens + context.output_tokens)
+        context.works.append(self._work)
         self._filter.go_on(going_on, target.upstream.kind.translation())
         try:
             await ask(gateway, context, target, going_on.body, self.begin)

@@ -175,6 +175,7 @@ class Batches:
         for caller in callers:
             end = begin + len(caller.inputs)
             _give(caller.context, carrier, frame, items[begin:end], usages[begin:end])
+            caller.context.shared_usd = carrier.hardware_usd * sum(usages[begin:end]) / max(sum(usages), 1)
             _end(caller)
             gateway.metrics.batched.inc()
             begin = end
