@@ -36,6 +36,8 @@ async def embeds(exchange: Exchange) -> None:
     usage: dict[str, Any] = {"prompt_tokens": sum(tokens), "total_tokens": sum(tokens)}
     if exchange.body["model"] == "ours":
         usage["prompt_tokens_by_input"] = tokens
+    if exchange.body["model"] == "silent":
+        usage = {}
     data = [
         {"index": index, "embedding": [float(len(text)), 0.1], "object": "embedding"}
         for index, text in enumerate(inputs)
@@ -49,7 +51,7 @@ def batching(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> 
     streamer, url = upstreams.start(embeds)
     price = {"price": {"input": 1.0}}
     config = {
-        "upstreams": {"one": {"url": url, "models": {"ours": price, "theirs": price}}},
+        "upstreams": {"one": {"url": url, "models": {"ours": price, "theirs": price, "silent": price}}},
         "tenants": {"acme": {}, "other": {}},
         "cache": {"enabled": False},
         "retries": {"attempts": 1},
@@ -98,6 +100,14 @@ def test_where_the_upstream_tells_only_the_sum_it_is_shared_out(batching: Batchi
     assert len(asked) == 1
     shares = [answer.json()["usage"]["prompt_tokens"] for answer in answers]
     assert sum(shares) == 3 + 2 + 4 + 1
+    assert shares[2] == max(shares)
+
+
+def test_where_the_upstream_tells_nothing_it_is_the_estimate(batching: Batching) -> None:
+    answers, asked = together(batching, "a b c", "de fg", "hij kl mno p", "q", model="silent")
+    assert len(asked) == 1
+    shares = [answer.json()["usage"]["prompt_tokens"] for answer in answers]
+    assert sum(shares) >= len("a b cde fghij kl mno pq") // 3
     assert shares[2] == max(shares)
 
 

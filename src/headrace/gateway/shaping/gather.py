@@ -169,7 +169,8 @@ class Batches:
         gateway.log.debug("batch", batch=carrier.id, requests=[caller.context.id for caller in callers])
         await relay(gateway, carrier)
         assert isinstance(carrier.answer, bytes)
-        items, usages, frame = _read(carrier.answer, inputs)
+        assert carrier.usage is not None
+        items, usages, frame = _read(carrier.answer, inputs, carrier.usage)
         gateway.metrics.batches.inc()
         begin = 0
         for caller in callers:
@@ -199,8 +200,12 @@ def _give(
         context.recorded = context.answer
 
 
-def _read(answer: bytes, inputs: list[Any]) -> tuple[list[dict[str, Any]], list[int], dict[str, Any]]:
-    """The vectors in order, the tokens of each input, and the rest. Raises UpstreamError."""
+def _read(
+    answer: bytes, inputs: list[Any], usage: Usage
+) -> tuple[list[dict[str, Any]], list[int], dict[str, Any]]:
+    """The vectors in order, the tokens of each input, and the rest. ``usage``: of all, which is an estimate
+    where the answer tells none. Raises UpstreamError.
+    """
     try:
         whole = orjson.loads(answer)
         items = sorted(whole.pop("data"), key=lambda item: item["index"])
@@ -208,7 +213,10 @@ def _read(answer: bytes, inputs: list[Any]) -> tuple[list[dict[str, Any]], list[
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise UpstreamError(f"{len(inputs)} embeddings were asked for, and something else came") from None
-    return items, tokens_by_input(whole.pop("usage", None), inputs), whole
+    told_usage = whole.pop("usage", None)
+    if usage.estimated:
+        told_usage = {"prompt_tokens": usage.prompt}
+    return items, tokens_by_input(told_usage, inputs), whole
 
 
 def _end(caller: _Caller, error: Exception | None = None) -> None:
