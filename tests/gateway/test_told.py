@@ -79,7 +79,7 @@ def test_who_loads_or_drains_gets_nothing_and_comes_back_whole(vllm: Two) -> Non
         assert [each["share"] for each in vllm.told()] == [1.0, 1.0], "that is no fault"
         vllm.streamers[0].pages["/health"] = good
         vllm.wait("state", "loaded", "loaded")
-        assert set(vllm.served(12)) == {"u0", "u1"}
+        assert set(vllm.served(40)) == {"u0", "u1"}, "turns that it has missed come first"
 
 
 def test_work_that_others_have_sent_counts(vllm: Two) -> None:
@@ -88,7 +88,7 @@ def test_work_that_others_have_sent_counts(vllm: Two) -> None:
     assert vllm.served(6) == {"u0": 6}
     vllm.streamers[1].pages["/metrics"] = (404, b"", "text/plain")
     vllm.wait("others", 0, 0)
-    assert set(vllm.served(6)) == {"u0", "u1"}
+    assert set(vllm.served(40)) == {"u0", "u1"}
 
 
 def test_a_model_in_memory_goes_before_one_to_be_loaded(upstreams: Upstreams, tmp_path: Path) -> None:
