@@ -104,11 +104,11 @@ class RunningGateway:
         lines: queue.Queue[str] = queue.Queue()
         stdout = self.process.stdout
         threading.Thread(target=lambda: lines.put(stdout.readline()), daemon=True).start()
-        line = lines.get(timeout=60)
+        line = lines.get(timeout=300)
         found = re.search(r"http://\S+", line)
         assert found is not None, (line, (folder / "log").read_text())
         self.url = found[0]
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.client = httpx.Client(base_url=self.url, timeout=120)
 
     def key(self, tenant: str, app: str = "") -> dict[str, str]:
         """A header with a new key of the tenant's, or of its app's."""
@@ -152,12 +152,12 @@ class RunningGateway:
         pattern = rf"^headrace_gateway_{re.escape(name)}(?:{{([^}}]*)}})? (\S+)$"
         return {labels: float(value) for labels, value in re.findall(pattern, page, re.MULTILINE)}
 
-    def wait_idle(self, timeout_s: float = 10.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until every counter of what is under way is exactly 0."""
         names = ("requests_running", "requests_waiting", "upstream_requests", "upstream_tokens")
         self.wait(lambda: all(v == 0 for name in names for v in self.metric(name).values()), timeout_s)
 
-    def wait(self, true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def wait(self, true: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Wait until something is true."""
         deadline = time.monotonic() + timeout_s
         while not true():
