@@ -87,11 +87,13 @@ def test_it_asks_for_the_servers_key_and_no_other(ours: RunningServer, cache: di
         {"authorization": "Bearer wrong"},
         {"authorization": f"Basic {KEY['authorization']}"},
     ):
-        answer = httpx.post(ours.url + CHAT, json=QUESTION, headers=headers)
+        answer = httpx.post(ours.url + CHAT, json=QUESTION, headers=headers, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert httpx.get(f"{ours.url}/v1/models", headers=headers).status_code == 401
-        assert httpx.post(f"{ours.url}/tokenize", json={"prompt": "a"}, headers=headers).status_code == 401
-    assert httpx.get(f"{ours.url}/v1/models", headers=KEY).json()["data"][0]["id"] == MODEL
+        models = httpx.get(f"{ours.url}/v1/models", headers=headers, timeout=60)
+        tokens = httpx.post(f"{ours.url}/tokenize", json={"prompt": "a"}, headers=headers, timeout=60)
+        assert (models.status_code, tokens.status_code) == (401, 401)
+    models = httpx.get(f"{ours.url}/v1/models", headers=KEY, timeout=60)
+    assert models.json()["data"][0]["id"] == MODEL
     refused = run("gateway", "keys", "create", "default", "--tenant", "default", env=cache)
     assert refused.returncode == 1
     assert "--api-key" in refused.stderr

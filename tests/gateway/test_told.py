@@ -33,7 +33,8 @@ class Two:
     def told(self) -> list[dict[str, Any]]:
         """The admin API's upstreams."""
         headers = {"authorization": f"Bearer {KEY}"}
-        return list(httpx.get(f"http://127.0.0.1:{self.admin}/upstreams", headers=headers).json())
+        url = f"http://127.0.0.1:{self.admin}/upstreams"
+        return list(httpx.get(url, headers=headers, timeout=60).json())
 
     def wait(self, name: str, *values: Any) -> None:
         """Until both upstreams are known so."""
