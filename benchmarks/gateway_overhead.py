@@ -4,8 +4,10 @@ Run it in a clone with the dev extra installed, on a quiet machine: ``python ben
 The upstream answers at once and only that; the gateway has keys, quotas, prices, the ledger and logs on. The
 gateway is kept to one core, upstream and client to the others. Bars: at 300 requests/s p50 of what the
 gateway adds at most 1.5 ms and p99 at most 6 ms; at least 800 whole answers a second and 20,000 chunks a
-second on its one core. Exit status 1 if one is missed. ``--store redis://…`` measures over a Redis, for which
-these are no bars.
+second on its one core. Exit status 1 if one is missed. ``kept`` are requests that the cache may answer
+(temperature 0) and has not seen, so that it looks for each, leads a flight for it and stores its answer;
+``hit`` is one that it has, and all of its time, since no upstream is asked. ``--store redis://…`` measures
+over a Redis, for which these are no bars.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import aiohttp
 import uvloop
@@ -38,6 +41,8 @@ tenants:
       concurrency: 10000
       budget_usd: 1000000
 """
+Cached = Literal["no", "kept", "hit"]
+"""Whether the cache has to do with a request: not at all, it keeps a new one's answer, or it has it."""
 COMMAND = [sys.executable, "-m", "headrace.cli", "gateway"]
 
 
@@ -90,16 +95,21 @@ class Client:
     session: aiohttp.ClientSession
     url: str
     headers: dict[str, str]
+    asked: int = 0
 
-    async def ask(self, *, stream: bool, tokens: int = 16) -> tuple[float, int]:
+    async def ask(self, *, stream: bool, tokens: int = 16, cached: Cached = "no") -> tuple[float, int]:
         """Seconds of one request, and how many events came."""
+        self.asked += 1
+        number = f" {self.url} {self.asked}" if cached == "kept" else ""
         body = {
             "model": "noop",
             "stream": stream,
             "max_completion_tokens": tokens,
             "stream_options": {"include_usage": True},
-            "messages": [{"role": "user", "content": "What is a mill wheel, and what does it do?"}],
+            "messages": [{"role": "user", "content": f"What is a mill wheel, and what does it do?{number}"}],
         }
+        if cached != "no":
+            body["temperature"] = 0
         began = time.perf_counter()
         async with self.session.post(
             f"{self.url}/chat/completions", json=body, headers=self.headers
@@ -110,13 +120,15 @@ class Client:
                 events += part.count(b"data: ")
         return time.perf_counter() - began, events
 
-    async def open_loop(self, rate: float, seconds: float, *, stream: bool) -> list[float]:
+    async def open_loop(
+        self, rate: float, seconds: float, *, stream: bool, cached: Cached = "no"
+    ) -> list[float]:
         """Latencies at a steady rate, sorted."""
         loop = asyncio.get_running_loop()
         began, tasks = loop.time(), []
         for number in range(int(rate * seconds)):
             await asyncio.sleep(max(began + number / rate - loop.time(), 0.0))
-            tasks.append(asyncio.create_task(self.ask(stream=stream)))
+            tasks.append(asyncio.create_task(self.ask(stream=stream, cached=cached)))
         return sorted(latency for latency, _ in await asyncio.gather(*tasks))
 
     async def closed_loop(
@@ -155,6 +167,13 @@ async def _measure(direct: str, gateway: str, key: str, options: argparse.Namesp
             for share in (0.5, 0.99):
                 label = f"{name} p{share * 100:g}"
                 out[label] = _percentile(added, share) - _percentile(alone, share)
+        alone = await beside.open_loop(options.rate, options.seconds, stream=True, cached="kept")
+        added = await through.open_loop(options.rate, options.seconds, stream=True, cached="kept")
+        await through.ask(stream=True, cached="hit")
+        hits = await through.open_loop(options.rate, options.seconds, stream=True, cached="hit")
+        for share in (0.5, 0.99):
+            out[f"kept p{share * 100:g}"] = _percentile(added, share) - _percentile(alone, share)
+            out[f"hit p{share * 100:g}"] = _percentile(hits, share)
         out["requests/s"], _ = await through.closed_loop(
             lambda: through.ask(stream=False), 16, options.seconds
         )
@@ -215,7 +234,8 @@ def _print(figures: dict[str, float], rate: float) -> int:
         least = {"requests/s": 800.0, "chunks/s": 20_000.0}.get(name)
         if least is None:
             most = bars[name.split()[1]]
-            met, text = value <= most, f"{value:.2f} ms added at {rate:g}/s (bar: {most:g} ms)"
+            word = "in all" if name.startswith("hit") else "added"
+            met, text = value <= most, f"{value:.2f} ms {word} at {rate:g}/s (bar: {most:g} ms)"
         else:
             met, text = value >= least, f"{value:,.0f} (bar: {least:,.0f})"
         missed += not met

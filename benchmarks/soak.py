@@ -2,11 +2,13 @@
 
     python benchmarks/soak.py                       # starts `headrace serve`, 10,000 requests
     python benchmarks/soak.py --gateway             # the same through a gateway in the server
+    python benchmarks/soak.py --gateway --requests 55000    # ten minutes on two cores
     python benchmarks/soak.py --url http://host:8000 --requests 500
 
-Prints the resident size after every tenth of the requests, as /metrics tells it, and fails (status 1) if it
-grew by more than ``--bound-mb`` after warm-up (the first fifth, and at least 200 requests), if a request had
-an unexpected status, or if anything is left running or any block taken.
+Prints seconds, requests and the resident size, as /metrics tells it, after every fortieth of the requests,
+then how much it grew, its trend, and whether it is flat. It fails (status 1) if it grew by more than
+``--bound-mb`` after warm-up (the first fifth, and at least 200 requests), if a request had an unexpected
+status, or if anything is left running or any block taken.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -64,20 +67,23 @@ class Soak:
         self.model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         self.wrong: list[str] = []
         self.sizes: list[tuple[int, float]] = []  # requests so far, MB resident
+        self._began = time.monotonic()
 
     async def run(self, requests: int, concurrency: int) -> None:
         """All requests, ``concurrency`` at a time, noting the resident size now and then."""
         limits = httpx.Limits(max_connections=concurrency)
         async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits) as client:
             numbers = iter(range(requests))
-            every = max(requests // 10, 1)
+            every = max(requests // 40, 1)
 
             async def work() -> None:
                 for number in numbers:
                     await self._one(client, number)
                     if (number + 1) % every == 0 or number + 1 == WARM_UP:
                         self.sizes.append((number + 1, await self._resident_mb(client)))
-                        print(f"{self.sizes[-1][0]:>7} requests {self.sizes[-1][1]:8.1f} MB", flush=True)
+                        count, size = self.sizes[-1]
+                        seconds = time.monotonic() - self._began
+                        print(f"{seconds:7.1f} s {count:>7} requests {size:8.1f} MB", flush=True)
 
             await asyncio.gather(*(work() for _ in range(concurrency)))
 
@@ -102,9 +108,15 @@ class Soak:
     def check(self, requests: int, bound_mb: float) -> list[str]:
         """What is wrong after the run; empty if nothing."""
         wrong = self.wrong[:5]
-        warm = [mb for count, mb in self.sizes if count >= max(requests // 5, min(WARM_UP, requests // 2))]
-        grown = warm[-1] - warm[0]
-        print(f"grown by {grown:.1f} MB after warm-up (bound {bound_mb:g} MB)")
+        first = max(requests // 5, min(WARM_UP, requests // 2))
+        warm = sorted((count, mb) for count, mb in self.sizes if count >= first)
+        grown = warm[-1][1] - warm[0][1]
+        trend = statistics.linear_regression(*zip(*warm, strict=True)).slope if len(warm) > 2 else 0.0
+        verdict = "flat" if grown <= bound_mb else "NOT flat"
+        print(
+            f"memory is {verdict}: {grown:+.1f} MB since warm-up (bound {bound_mb:g} MB), "
+            f"{10_000 * trend:+.2f} MB for 10,000 requests"
+        )
         if grown > bound_mb:
             wrong.append(f"resident size grew by {grown:.1f} MB, more than {bound_mb:g}")
         deadline = time.monotonic() + 10

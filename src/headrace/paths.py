@@ -10,7 +10,8 @@ def cache_dir() -> Path:
     """``$HEADRACE_CACHE``, else ``$XDG_CACHE_HOME/headrace``, else ``~/.cache/headrace``.
 
     The folder need not exist: whoever writes into it creates it. Everything below may be deleted at any
-    time while headrace is not running; it is then fetched or computed again.
+    time while headrace is not running; it is then fetched or computed again, but for ``gateway/``, which has
+    the ledgers of ``serve --gateway default``.
     """
     if own := os.environ.get("HEADRACE_CACHE"):
         return Path(own).expanduser().absolute()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import re
 import signal
@@ -105,7 +106,29 @@ def test_answers_are_the_servers_own(server: RunningServer, embedded: Embedded) 
     embedded.wait_idle()
 
 
+def test_nobody_gets_in_before_the_gateway_is_there(smollm2_path: Path, tmp_path: Path) -> None:
+    """While the model is loaded, and in the moment when it is: 503, then 401, and never an answer."""
+    file, port = tmp_path / "gateway.yaml", free_port()
+    file.write_text("tenants: {acme: {}}")
+    seen: list[int] = []
+    server = RunningServer("--gateway", str(file), "--port", str(port))
+    try:
+        while 401 not in seen:
+            assert server.process.poll() is None
+            for path in (TEXT, "/tokenize"):
+                with contextlib.suppress(httpx.TransportError):
+                    asked = {"model": "smollm2-135m", "prompt": "a", "max_tokens": 1}
+                    seen.append(httpx.post(f"http://127.0.0.1:{port}{path}", json=asked).status_code)
+    finally:
+        server.process.kill()
+        server.process.wait()
+    assert {*seen} <= {401, 503}, seen
+
+
 def test_everybody_needs_a_key_and_has_quotas(embedded: Embedded) -> None:
+    tokens = {"model": "smollm2-135m", "prompt": "Once"}
+    assert httpx.post(f"{embedded.server.url}/tokenize", json=tokens).status_code == 401
+    assert embedded.ask(tokens, path="/tokenize").json()["count"] == 1
     for path in ("/v1/models", "/v1/models/smollm2-135m", "/v1/requests/chatcmpl-1"):
         assert http.get(embedded.server.url + path).status_code in (401, 404)
     assert http.post(embedded.server.url + CHAT, json=QUESTION).status_code == 401

@@ -163,7 +163,7 @@ class RunningGateway:
         """A metric's values by their labels, as the page writes them."""
         return metric_of(self.client.get("/metrics").text, name)
 
-    def wait_idle(self) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until every counter of what is under way is exactly 0."""
         names = ("requests_running", "requests_waiting", "upstream_requests", "upstream_tokens")
 
@@ -171,7 +171,7 @@ class RunningGateway:
             page = self.client.get("/metrics").text
             return all(value == 0 for name in names for value in metric_of(page, name).values())
 
-        self.wait(idle)
+        self.wait(idle, timeout_s)
 
     def wait(self, true: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Wait until something is true."""

@@ -6,6 +6,7 @@ import concurrent.futures
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,3 +163,32 @@ def test_the_queue_is_bounded_in_length_and_time(
         release.set()
         assert running.result().status_code == 200
         made.wait_idle()
+
+
+def test_the_better_of_two_is_never_the_busiest_of_three(upstreams: Upstreams, tmp_path: Path) -> None:
+    """`balancing: {among: two}`: whichever two are drawn, one of them has less to do."""
+    started, release = [upstreams.start() for _ in range(3)], threading.Event()
+    for streamer, _ in started:
+        streamer.behaviour = waits_for(release)
+    config = {
+        "upstreams": {f"u{n}": {"url": url, "models": {"m": {}}} for n, (_, url) in enumerate(started)},
+        "balancing": {"among": "two"},
+        "authentication": "none",
+        "cache": {"enabled": False},
+    }
+    with gateway(config, tmp_path) as made, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        try:
+            asked = [pool.submit(made.chat, max_tokens=100_000)]
+            made.wait(lambda: sum(made.metric("upstream_requests").values()) == 1)
+            [busiest] = (name for name, count in made.metric("upstream_requests").items() if count)
+            for number in range(7):
+                asked.append(pool.submit(made.chat, max_tokens=10))
+                made.wait(lambda n=number: sum(made.metric("upstream_requests").values()) == n + 2)
+            assert made.metric("upstream_requests")[busiest] == 1
+        finally:
+            release.set()
+        assert all(future.result().status_code == 200 for future in asked)
+        made.wait_idle()
+        messages = user("the beginning of a conversation " * 40)
+        first = made.chat(messages=messages).headers["x-headrace-upstream"]
+        assert {made.chat(messages=messages).headers["x-headrace-upstream"] for _ in range(8)} == {first}

@@ -356,3 +356,54 @@ def test_many_clients_on_hostile_upstreams(
         cut = sum(value for labels, value in broken.items() if "mid_stream" in labels)
         # a stream that breaks after four events is charged with what had come: role and three words
         assert settled["completion_tokens"] == tokens + 4 * cut
+
+
+def refuses(status: int, error: Any) -> Behaviour:
+    """Says no, in an engine's own way."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.whole(status, json.dumps(error).encode())
+
+    return answer
+
+
+TOO_LONG = {"error": {"message": "shorten it", "code": "context_length_exceeded"}}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, TOO_LONG),
+        (
+            400,
+            {"object": "error", "message": "This model's maximum context length is 8 tokens.", "code": 400},
+        ),
+        (400, {"error": {"code": 400, "message": "the request exceeds the available context size"}}),
+        (400, {"error": {"type": "invalid_request_error", "message": "prompt is too long: 9 tokens > 8"}}),
+        (422, {"error": "`inputs` tokens + `max_new_tokens` must be <= 8", "error_type": "validation"}),
+    ],
+)
+def test_a_prompt_too_long_for_one_goes_to_another(pair: Pair, status: int, error: Any, stream: bool) -> None:
+    made, bad, good = pair
+    bad.behaviour, good.behaviour = refuses(status, error), decent
+    asked, failed = len(bad.asked), made.metric("upstream_failures")
+    answer = made.chat(stream=stream)
+    assert (answer.status_code, answer.headers["x-headrace-upstream"]) == (200, "good")
+    assert len(bad.asked) == asked + 1
+    assert made.metric("upstream_failures") == failed, "that is no failure"
+    made.wait_idle()
+
+
+def test_what_is_too_long_for_all_is_told_so(pair: Pair) -> None:
+    made, bad, good = pair
+    bad.behaviour = good.behaviour = refuses(400, TOO_LONG)
+    asked = len(bad.asked), len(good.asked)
+    answer = made.chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert (len(bad.asked), len(good.asked)) == (asked[0] + 1, asked[1] + 1)
+    bad.behaviour = refuses(400, {"error": {"message": "temperature must not be negative"}})
+    assert made.chat().status_code == 400
+    assert len(good.asked) == asked[1] + 1, "other mistakes are the client's alone"
+    good.behaviour = decent
+    made.wait_idle()

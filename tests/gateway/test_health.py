@@ -105,3 +105,27 @@ def test_counts_are_never_negative_and_exactly_0_when_idle(steps: list[int | tup
         work.end()
         work.end()
     assert (upstream.in_flight, upstream.outstanding_tokens) == (0, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0.0, 10.0)), max_size=40))
+def test_the_time_of_an_upstreams_hardware_is_shared_by_who_uses_it(steps: list[tuple[int, float]]) -> None:
+    """Whatever begins and ends: all together pay for the time that it works on anything, nobody for more."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("headrace.gateway.upstream.time.monotonic", clock)
+        config = UpstreamConfig(url="http://127.0.0.1:1/v1", models={"m": ServedModel()}, usd_per_hour=3600.0)
+        upstream, busy_s = Upstream("u", config, Health()), 0.0
+        works: dict[int, tuple[Work, float]] = {}
+        ended: list[float] = []
+        for number, wait_s in steps:
+            busy_s += wait_s if works else 0.0
+            clock.now += wait_s
+            if number in works:
+                work, began = works.pop(number)
+                work.end()
+                work.end()
+                ended.append(work.usd)
+                assert work.usd <= clock.now - began + 1e-9
+            else:
+                works[number] = upstream.begin(10), clock.now
+        assert sum(ended) + sum(work.usd for work, _ in works.values()) == pytest.approx(busy_s)

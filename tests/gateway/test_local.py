@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-import aiohttp
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
@@ -101,7 +100,7 @@ def test_letting_go_is_a_disconnect() -> None:
     async def use(server: LocalServer) -> None:
         async with await server.get("in-process:/", headers={}) as answer:
             await answer.content.readany()
-        with pytest.raises(aiohttp.ClientPayloadError):
+        with pytest.raises(OSError, match="broke its answer off"):
             while await answer.content.readany():
                 pass
 
@@ -138,8 +137,8 @@ def test_an_answer_that_breaks_off_is_told(begins: bool, raises: bool) -> None:
             raise RuntimeError("a bug")
 
     async def use(server: LocalServer) -> None:
-        expected = aiohttp.ClientPayloadError if begins else aiohttp.ServerDisconnectedError
-        with pytest.raises(expected):
+        said = "broke its answer off" if begins else "gave no answer"
+        with pytest.raises(OSError, match=said):
             answer = await server.get("in-process:/", headers={})
             while await answer.content.readany():
                 pass

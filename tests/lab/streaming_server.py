@@ -80,6 +80,7 @@ class Streamer:
         self.gap_s = gap_s
         self.behaviour = behaviour or self.decent
         self.asked: list[Exchange] = []
+        self.pages: dict[str, tuple[int, bytes, str]] = {}  # what else can be got, by its path
         self.models = (200, b'{"object": "list", "data": [{"id": "noop"}]}', "application/json")
 
     async def listen(self, port: int = 0) -> tuple[asyncio.Server, int]:
@@ -97,6 +98,8 @@ class Streamer:
                 if first.startswith("POST"):
                     self.asked.append(exchange)
                     await self.behaviour(exchange)
+                elif exchange.path in self.pages:
+                    await exchange.whole(*self.pages[exchange.path])
                 elif exchange.path.endswith("/models"):
                     await exchange.whole(*self.models)
                 else:

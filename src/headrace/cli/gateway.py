@@ -20,6 +20,7 @@ from headrace.cli import (
     gateway_templates,
 )
 from headrace.cli.gateway_shared import AsJson, Config, date, read, table, with_store
+from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -90,7 +91,14 @@ def create(
 ) -> None:
     """Make a key and print its secret, which nobody can read again."""
     settings = read(config)
+    from headrace.gateway.default import is_default
     from headrace.gateway.keys import check_owner
+
+    if is_default(str(config)):
+        raise ConfigError(
+            "the gateway without a file has no keys: it asks for the server's --api-key, if that is given; "
+            "tenants and their keys need a file: headrace serve MODEL --gateway FILE"
+        )
 
     check_owner(settings, tenant, app)
     key, secret = _with_keys(settings, lambda keys: keys.create(tenant, name, app))

@@ -58,6 +58,8 @@ def upstreams(
 def _state(upstream: dict[str, Any]) -> str:
     if upstream["drained"]:
         return "draining" if upstream["in_flight"] else "drained"
+    if upstream["state"] in ("loading", "draining"):
+        return str(upstream["state"])
     return "ejected" if not upstream["share"] else "resting" if upstream["resting"] else "ok"
 
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from headrace.errors import ConfigError
-
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
@@ -19,21 +17,23 @@ if TYPE_CHECKING:
     from headrace.gateway.store import Store
 
 T = TypeVar("T")
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The gateway's YAML file.")]
+Config = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="The gateway's YAML file, or `default` if it was served without."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def read(path: Path, served: Sequence[str] = ()) -> GatewayConfig:
     """The gateway's settings; ``served``: names of what is served in its own process.
 
-    Raises ConfigError, also where the extra is not installed.
+    ``path`` may be the word that stands for the gateway without a file. Raises ConfigError.
     """
-    import importlib.util
-
-    if importlib.util.find_spec("aiohttp") is None:
-        raise ConfigError("gateway needs aiohttp: pip install 'headrace[gateway]'")
     from headrace.gateway.config import read_config
+    from headrace.gateway.default import config_of
 
+    if not served and (found := config_of(str(path))) is not None:
+        return found
     return read_config(path, served)
 
 

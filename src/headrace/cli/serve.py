@@ -60,7 +60,10 @@ def serve(
     ] = None,
     gateway: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Keys, quotas, caches and routes of this gateway.yaml in front."),
+        typer.Option(
+            metavar="FILE|default",
+            help="Keys, quotas, caches and routes of this gateway.yaml in front; `default`: just a ledger.",
+        ),
     ] = None,
     max_model_len: options.MaxModelLen = None,
     quantization: options.Quantization = None,
@@ -181,7 +184,7 @@ def serve(
             "--gateway-credential": gateway_credential,
             "--checkpoint-path": checkpoint_path,
         }
-        front = gateway_in_front(Path(gateway), names, given)
+        front = gateway_in_front(gateway, names, given, body_limit)
         gateway_credential = front.credential
     sock = listen(host, port, _WRITE_TIMEOUT_S)
     # Weights are read in a thread while this one imports the HTTP stack: together they set the cold start.

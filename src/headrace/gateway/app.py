@@ -213,7 +213,7 @@ class GatewayApp:
         status = 200
         if path == "/health/readiness":
             upstreams = self._gateway.upstreams.values()
-            if not any(upstream.health.share() > 0 and not upstream.drained for upstream in upstreams):
+            if not any(at.health.share() > 0 and not at.drained and not at.away for at in upstreams):
                 phase = "no upstream"
             try:
                 await self._gateway.store.now()

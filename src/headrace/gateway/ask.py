@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from headrace.errors import HeadraceError, InvalidRequestError, UpstreamError
-from headrace.gateway.kinds import told_error
+from headrace.gateway.connections import ConnectTimeoutError, failures, reason_of
+from headrace.gateway.kinds import is_overflow, told_error
 from headrace.gateway.local import LocalAnswer
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class AttemptError(Exception):
         self.rested = rested
 
 
+class TooLongError(InvalidRequestError):
+    """What the upstream's context cannot hold; another one's may."""
+
+
 async def ask(
     gateway: Gateway,
     context: RequestContext,
@@ -51,19 +56,16 @@ async def ask(
     Raises AttemptError, or a HeadraceError that says what is wrong with the request. The answer is closed if
     anything is raised, and else belongs to ``read``.
     """
-    import aiohttp
-
     times, kind = target.upstream.config.timeouts, target.upstream.kind
     first_s = times.first_byte_s if context.stream else times.answer_s
     wait_s = max(min(first_s, context.deadline - time.monotonic()), 0.0)
     try:
         async with asyncio.timeout(wait_s) as context.patience:
-            response: Answer = await (target.upstream.local or gateway.session).post(
+            response: Answer = await (target.upstream.local or gateway.connections).post(
                 f"{target.upstream.config.url}/{kind.path(context.route)}",
                 data=body,
                 headers=target.upstream.headers_for(context),
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=times.connect_s),
+                connect_s=times.connect_s,
             )
             try:
                 if response.status != 200:
@@ -73,13 +75,13 @@ async def ask(
             except BaseException:
                 response.close()
                 raise
-    except aiohttp.ServerTimeoutError:
-        raise AttemptError("connect", f"no connection within {times.connect_s:g} seconds") from None
+    except ConnectTimeoutError as error:
+        raise AttemptError("connect", str(error)) from None
     except TimeoutError:
         raise AttemptError("timeout", f"no answer within {wait_s:.3g} seconds") from None
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except failures() as error:
         # what happened has our addresses in it: it is for the log
-        reason = _reason(error)
+        reason = reason_of(error)
         gateway.log.warning(
             "attempt failed", request_id=context.id, upstream=target.upstream.name, error=repr(error)
         )
@@ -98,16 +100,14 @@ def is_cut(response: Answer) -> bool:
 
 
 async def read_some(response: Answer) -> bytes:
-    """The next bytes of an answer, none at its end. Raises aiohttp.ClientError where it is cut."""
-    import aiohttp
-
+    """The next bytes of an answer, none at its end. Raises one of :func:`failures` where it is cut."""
     while True:
         try:
             async with asyncio.timeout(LOOK_S):
                 return await response.content.readany()
         except TimeoutError:
             if is_cut(response):
-                raise aiohttp.ClientPayloadError("what came is no HTTP") from None
+                raise OSError("what came is no HTTP") from None
 
 
 async def read_body(response: Answer, limit: int) -> bytes:
@@ -136,16 +136,6 @@ _TOLD = {
 }
 
 
-def _reason(error: Exception) -> str:
-    import aiohttp
-
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return "connect"
-    if isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)):
-        return "dropped"
-    return "protocol"
-
-
 def _refusal(target: Target, response: Answer, body: bytes) -> Exception:
     """What an answer other than 200 means."""
     status, error, health = response.status, told_error(body), target.upstream.health
@@ -156,14 +146,16 @@ def _refusal(target: Target, response: Answer, body: bytes) -> Exception:
         return AttemptError("rate_limit", message, rested=True)
     if target.upstream.kind.failed(status):
         if status in (503, 529) and rest_s is not None:
-            health.rest(min(rest_s, _MOST_OVERLOADED_S))
+            if target.upstream.local is None:  # that one can be asked again for nothing
+                health.rest(min(rest_s, _MOST_OVERLOADED_S))
             return AttemptError("overloaded", message, rested=True)
         return AttemptError("status", message)
     if status in (401, 403):  # it is our key that is refused, not the client's
         return UpstreamError(f"the upstream {target.upstream.name} does not accept the gateway's API key")
     if not 400 <= status < 500:
         return AttemptError("garbage", f"status {status}")
-    made: HeadraceError = InvalidRequestError(message)
+    too_long = status in (400, 413, 422) and is_overflow(message, error[3] if error else None)
+    made: HeadraceError = TooLongError(message) if too_long else InvalidRequestError(message)
     made.status = status
     if error is not None:
         _, made.type, made.param, made.code = error[0], error[1] or made.type, error[2], error[3]

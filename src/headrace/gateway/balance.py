@@ -2,14 +2,17 @@
 
 The one with the least outstanding tokens for its weight, less what its prefix cache would save: so a
 conversation stays where it was, as long as that one is not busier by more than the work that staying saves.
-In the manner of Preble (Srivatsa et al., 2024) and SGLang's cache-aware router.
+In the manner of Preble (Srivatsa et al., 2024) and SGLang's cache-aware router. Several gateways that all
+know the same would run to the same upstream: ``balancing: {among: two}`` has each take the better of two
+that it draws (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ _BLOCK_BYTES = 256
 _BLOCK_TOKENS = _BLOCK_BYTES // 4
 _MOST_BLOCKS = 128
 _MOST_KNOWN = 100_000
+_LOADING_TOKENS = 20_000  # what a model that is to be loaded first takes, as work
 
 
 class Affinity:
@@ -76,15 +80,32 @@ async def balance(gateway: Gateway, context: RequestContext, tried: Collection[T
     ]
     if not left:
         return None
-    fit = [target for target in left if target.upstream.health.share() > 0] or left
+    alive = [target for target in left if target.upstream.health.share() > 0]
+    fit = [target for target in alive if not target.upstream.away] or alive or left
     if len(fit) == 1:
         return fit[0]
     saved = gateway.affinity.saved_tokens(context)
+    if gateway.config.balancing.among == "two":
+        fit = _drawn(fit, saved)
 
     def score(target: Target) -> tuple[float, float]:
         upstream = target.upstream
-        work = upstream.outstanding_tokens - saved.get(upstream.name, 0)
+        work = upstream.busy_tokens() - saved.get(upstream.name, 0)
+        if upstream.must_load(target.name):
+            work += _LOADING_TOKENS
         # among idle ones, turns are taken by weight
         return work / upstream.power(), (upstream.chosen + 1) / upstream.config.weight
 
     return min(fit, key=score)
+
+
+def _drawn(targets: list[Target], saved: Mapping[str, int]) -> list[Target]:
+    """Two of them by weight, and the one that knows most of the prompt, so that conversations stay."""
+    left, knows = [*targets], max(saved, key=lambda name: saved[name], default="")
+    drawn = [target for target in targets if target.upstream.name == knows]
+    for _ in range(2):
+        if left:
+            [one] = random.choices(left, [target.upstream.power() for target in left])
+            left.remove(one)
+            drawn.append(one)
+    return drawn

@@ -80,7 +80,7 @@ class UpstreamConfig(Strict):
     """One endpoint. ``url`` ends where OpenAI's would: in ``/v1``; or it is ``in-process``.
 
     ``credential_env``: the variable with what a server of ours shares with its gateway, so that it knows
-    tenants apart.
+    tenants apart. ``usd_per_hour``: what its hardware costs while it works on anything; requests share it.
     """
 
     url: str
@@ -88,6 +88,7 @@ class UpstreamConfig(Strict):
     models: Annotated[dict[Name, ServedModel], Field(min_length=1)]
     api_key_env: Variable | None = None
     credential_env: Variable | None = None
+    usd_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     weight: Positive = 1.0
     max_connections: Count = 1000
     timeouts: Timeouts = Timeouts()
@@ -120,6 +121,8 @@ class UpstreamConfig(Strict):
             raise ValueError("credential_env is for upstreams of kind headrace")
         if self.url == IN_PROCESS and self.kind != "headrace":
             raise ValueError("what is in-process is of kind headrace")
+        if self.url == IN_PROCESS and (self.api_key_env or self.credential_env):
+            raise ValueError("what is in-process needs neither api_key_env nor credential_env")
         return self
 
     def secret(self, variable: str | None) -> str | None:
@@ -188,6 +191,14 @@ class Retries(Strict):
     budget: Annotated[float, Field(ge=0, le=1)] = 0.2
 
 
+class Balancing(Strict):
+    """Of which upstreams the least busy one gets a request: ``all`` that have the model, or ``two`` that are
+    drawn by weight, for several gateways before the same upstreams.
+    """
+
+    among: Literal["all", "two"] = "all"
+
+
 class Admission(Strict):
     """``max_running`` requests at a time; ``max_waiting`` more wait up to ``max_wait_s``."""
 
@@ -229,11 +240,20 @@ class CacheSettings(Strict):
 
 class EmbeddingsSettings(Strict):
     """Whom the gateway asks for embeddings of its own: a ``model`` of the upstreams', or an alias. A request
-    waits for ``timeout_ms`` and then does without.
+    waits for ``timeout_ms`` and then does without. Texts of a tenant's requests that come within
+    ``window_ms`` are asked for together, up to ``max_inputs``.
     """
 
     model: Name
     timeout_ms: Positive = 50.0
+    window_ms: Annotated[float, Field(gt=0, le=10_000)] = 1.0
+    max_inputs: Annotated[int, Field(ge=2, le=2048)] = 64
+
+    @model_validator(mode="after")
+    def _comes_in_time(self) -> Self:
+        if self.window_ms >= self.timeout_ms:
+            raise ValueError(f"window_ms must be less than timeout_ms, which is {self.timeout_ms:g}")
+        return self
 
 
 class GatewayConfig(Strict):
@@ -267,6 +287,7 @@ class GatewayConfig(Strict):
     default_output_tokens: Count = 1024
     health: Health = Health()
     retries: Retries = Retries()
+    balancing: Balancing = Balancing()
     admission: Admission = Admission()
     cache: CacheSettings = CacheSettings()
     embeddings: EmbeddingsSettings | None = None

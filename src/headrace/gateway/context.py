@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headrace.gateway.semantic import Question
     from headrace.gateway.shaping.documents import Split
     from headrace.gateway.shaping.flights import Flight
-    from headrace.gateway.upstream import Target
+    from headrace.gateway.upstream import Target, Work
     from headrace.gateway.vectors import Batch
 
 Route = Literal["chat/completions", "completions", "embeddings"]
@@ -50,6 +50,7 @@ class RequestContext:
     key: str = ""
     app: str = ""
     weight: float = 1.0  # of the tenant
+    for_tenant: str = ""  # whose request it serves, where it is the gateway's own
     scopes: tuple[Scope, ...] = ()  # whose limits hold: the tenant's, the app's, the key's
 
     # parse
@@ -93,6 +94,8 @@ class RequestContext:
     # relay, or cache on a hit
     target: Target | None = None
     attempts: int = 0  # upstreams that were asked
+    works: list[Work] = field(default_factory=list)  # which those had of it, one after the other
+    shared_usd: float = 0.0  # its share of the hardware in a batch
     resumed: How | None = None  # how its stream went on elsewhere, if it did
     first_token_at: float | None = None  # of a stream, by time.monotonic
     patience: asyncio.Timeout | None = None  # with the upstream, while it is waited for
@@ -109,6 +112,11 @@ class RequestContext:
     nano_usd: int = 0
     outcome: Outcome = "failed"
     settled: bool = False
+
+    @property
+    def hardware_usd(self) -> float:
+        """What it has cost so far by its time on the upstreams' hardware."""
+        return self.shared_usd + sum(work.usd for work in self.works)
 
     def note_resumed(self, how: How) -> None:
         """Its stream went on elsewhere; of several ways, the least exact one is kept."""

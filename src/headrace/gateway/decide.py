@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ModelNotFoundError
-from headrace.gateway.intents.features import embedded
 from headrace.gateway.parse import read_output, serve_as
 from headrace.gateway.route import needed_capabilities
 from headrace.gateway.usage import Usage, cost
@@ -54,11 +53,13 @@ async def decide(gateway: Gateway, context: RequestContext) -> None:
 
 
 async def _judge(gateway: Gateway, context: RequestContext, classifier: Classifier) -> Judgement:
+    from headrace.gateway.intents.features import embedded
+
     text, vector = text_of(context.body), None
     embeddings = gateway.config.embeddings
     if gateway.embedder is not None and embeddings is not None and (short := embedded(text)):
         wait_s = min(embeddings.timeout_ms / 1000, context.deadline - time.monotonic())
-        found = await gateway.embedder.embed([short], timeout_s=wait_s)
+        found = await gateway.embedder.embed([short], context.tenant, timeout_s=wait_s)
         vector = None if found is None else found[0]
     judgement = classifier.judge(text, vector)
     if vector is not None and judgement.seen == "features":
@@ -111,7 +112,8 @@ def _able(gateway: Gateway, context: RequestContext, options: tuple[str, ...]) -
 
     def up(target: Target) -> bool:
         upstream = target.upstream
-        return not upstream.drained and upstream.health.share() > 0 and not upstream.health.resting()
+        well = upstream.health.share() > 0 and not upstream.health.resting() and not upstream.away
+        return well and not upstream.drained
 
     def able(target: Target) -> bool:
         return target.can(capabilities, context.body)

@@ -6,20 +6,27 @@ import asyncio
 import contextlib
 import socket
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headrace.errors import HeadraceError, OverloadedError
 from headrace.gateway.app import GatewayApp
+from headrace.gateway.authenticate import authenticate
+from headrace.gateway.context import RequestContext
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.run import admin_server, drain, reload_on_hangup
+from headrace.web.errors import error_response
 
 _HEALTH = ("/health", "/health/readiness")
 _METRICS = "/metrics"
+_KEYED = ("/tokenize", "/detokenize")
 
 
 class Embedded:
-    """The gateway has all of ``/v1``; health, documentation and metrics are the server's.
+    """The gateway has all of ``/v1``; health, documentation and metrics are the server's, and so are
+    tokens, for who has a key.
 
-    ``server``: the application, which answers everything until ``open``. ``admin``: its API's socket.
+    ``server``: the application. ``admin``: its API's socket.
     """
 
     def __init__(self, gateway: Gateway, server: ASGIApp, admin: socket.socket | None) -> None:
@@ -35,14 +42,29 @@ class Embedded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request; never raises on account of the request."""
         path = scope.get("path", "")
-        if not self._opened or scope["type"] != "http":
+        if scope["type"] != "http":
             await self._server(scope, receive, send)
+        elif path in _KEYED or (path.startswith("/v1/") and not self._opened):
+            refused = await self._refused(scope)
+            await (self._server if refused is None else error_response(refused))(scope, receive, send)
         elif path.startswith("/v1/") or (path in _HEALTH and self._gateway.phase == "draining"):
             await self._app(scope, receive, send)
         elif path == _METRICS:
             await self._server(scope, receive, self._with_metrics(send))
         else:
             await self._server(scope, receive, send)
+
+    async def _refused(self, scope: Scope) -> HeadraceError | None:
+        """Why what the gateway does not do itself is not done at all; None if it may be."""
+        if not self._opened:
+            return OverloadedError("the model is still loading; try again in a moment")
+        try:
+            await authenticate(
+                self._gateway, RequestContext("", "completions", Headers(scope=scope), b"", 0.0)
+            )
+        except HeadraceError as error:
+            return error
+        return None
 
     def _with_metrics(self, send: Send) -> Send:
         """The gateway's metrics behind the server's, which share no name."""
@@ -63,7 +85,8 @@ class Embedded:
         if self._admin is not None:
             server, listening = self._admin
             self._serving = asyncio.create_task(server.serve(sockets=[listening]))
-        reload_on_hangup(self._gateway)
+        if self._gateway.path is not None:
+            reload_on_hangup(self._gateway)
         self._opened = True
 
     def drain(self) -> None:

@@ -1,9 +1,10 @@
 """The gateway's own embeddings: short texts as vectors, asked of an upstream like everything else.
 
 What decides about a request may not hold it up: whoever asks waits for a bounded time and does without a
-vector when the upstream is slow or down. Texts that arrive within a millisecond share a request, and a late
-answer is still kept for the next one who asks. The ledger has these requests as the tenant ``(gateway)``,
-which no key can be of; they count in no quota.
+vector when the upstream is slow or down. Texts of one tenant's requests that come within the declared window
+share a request (:mod:`headrace.gateway.shaping.gather`); what one tenant has had embedded tells no other one
+anything. A late answer is still kept for the next one who asks. The ledger has these requests as the tenant
+``(gateway)``, which no key can be of; they count in no quota.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from headrace.gateway.context import RequestContext
 from headrace.gateway.relay import relay
 from headrace.gateway.reserve import reserve
 from headrace.gateway.settle import settle
+from headrace.gateway.shaping.settings import Batching
 from headrace.gateway.usage import prompt_estimate
 from headrace.web.ids import unique_id
 
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 Vectors = npt.NDArray[np.float32]
 
-_GATHER_S = 0.001  # texts that arrive within it share a request
-_MOST_TEXTS = 64  # in one request
 _MOST_PENDING = 512  # beyond, an answer would come too late anyway
 _MOST_KNOWN = 4096  # texts whose vectors are kept: 6 MiB at 384 dimensions
 _GIVE_UP_S = 10.0  # on an upstream that does not answer, long after whoever asked has gone on
@@ -50,9 +50,9 @@ class Embedder:
         self._gateway = gateway
         self.timeout_s = settings.timeout_ms / 1000
         self._name = settings.model
+        self._batching = Batching(window_ms=settings.window_ms, max_inputs=settings.max_inputs)
         self._known: OrderedDict[bytes, Vectors] = OrderedDict()
-        self._pending: dict[str, asyncio.Future[Vectors | None]] = {}  # asked for, or about to be
-        self._gathered: list[str] = []
+        self._pending: dict[bytes, asyncio.Future[Vectors | None]] = {}  # asked for
         self._asking: set[asyncio.Task[None]] = set()
         self._resting_until = float("-inf")
 
@@ -61,8 +61,11 @@ class Embedder:
         """The upstreams' model that is asked now."""
         return self._gateway.config.aliases.get(self._name, self._name)
 
-    async def embed(self, texts: Sequence[str], *, timeout_s: float | None = None) -> Vectors | None:
-        """The texts' vectors, float32 [len(texts), dimensions], each of length one.
+    async def embed(
+        self, texts: Sequence[str], tenant: str, *, timeout_s: float | None = None
+    ) -> Vectors | None:
+        """The texts' vectors, float32 [len(texts), dimensions], each of length one. ``tenant``: whose request
+        they are for.
 
         None if they are not all here within ``timeout_s`` (the configured time if None), whatever the
         reason: this raises nothing but CancelledError. Long texts are cut by upstreams that can do that
@@ -71,10 +74,12 @@ class Embedder:
         found: dict[str, Vectors] = {}
         waited: dict[str, asyncio.Future[Vectors | None]] = {}
         for text in texts:
-            vector = self._recall(text)
+            key = _key(tenant, self.model, text)
+            vector = self._known.get(key)
             if vector is not None:
+                self._known.move_to_end(key)
                 found[text] = vector
-            elif text.strip() and (future := self._ask_for(text)) is not None:
+            elif text.strip() and (future := self._ask_for(key, tenant, text)) is not None:
                 waited[text] = future
             else:
                 return None
@@ -94,89 +99,68 @@ class Embedder:
 
     async def aclose(self) -> None:
         """End what is under way; whoever waits gets None."""
-        self._gathered = []
-        for task in self._asking:
+        tasks = list(self._asking)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
-        for future in self._pending.values():
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for future in self._pending.values():  # of tasks that had not begun
             if not future.done():
                 future.set_result(None)
 
-    def _recall(self, text: str) -> Vectors | None:
-        key = _key(self.model, text)
-        vector = self._known.get(key)
-        if vector is not None:
-            self._known.move_to_end(key)
-        return vector
-
-    def _ask_for(self, text: str) -> asyncio.Future[Vectors | None] | None:
+    def _ask_for(self, key: bytes, tenant: str, text: str) -> asyncio.Future[Vectors | None] | None:
         """The text's vector to come; None while nothing is asked for."""
-        future = self._pending.get(text)
+        future = self._pending.get(key)
         if future is not None:
             return future
         if len(self._pending) >= _MOST_PENDING or time.monotonic() < self._resting_until:
             return None
-        loop = asyncio.get_running_loop()
-        future = self._pending[text] = loop.create_future()
-        if not self._gathered:
-            loop.call_later(_GATHER_S, self._flush)
-        self._gathered.append(text)
+        future = self._pending[key] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._answer(key, tenant, text))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
         return future
 
-    def _flush(self) -> None:
-        texts, self._gathered = self._gathered, []
-        for begin in range(0, len(texts), _MOST_TEXTS):
-            task = asyncio.create_task(self._answer(texts[begin : begin + _MOST_TEXTS]))
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
-
-    async def _answer(self, texts: list[str]) -> None:
-        vectors: list[Vectors | None] = [None] * len(texts)
+    async def _answer(self, key: bytes, tenant: str, text: str) -> None:
+        vector = None
         try:
-            vectors = await self._ask(texts)
-        finally:
-            for text, vector in zip(texts, vectors, strict=True):
-                if vector is not None:
-                    self._known[_key(self.model, text)] = vector
-                self._pending.pop(text).set_result(vector)
+            vector = self._known[key] = await self._request(tenant, text)
             while len(self._known) > _MOST_KNOWN:
                 self._known.popitem(last=False)
-
-    async def _ask(self, texts: list[str]) -> list[Vectors | None]:
-        try:
-            return [*await self._request(texts)]
         except HeadraceError as error:
-            if error.status < 500 and len(texts) > 1:  # one of them is refused: the others do not pay for it
-                answers = await asyncio.gather(*(self._ask([text]) for text in texts))
-                return [vector for [vector] in answers]
             self._failed(error, rests=error.status >= 500 or error.status == 429)
         except Exception as error:
             self._failed(error, rests=True)
-        return [None] * len(texts)
+        finally:
+            self._pending.pop(key).set_result(vector)
 
     def _failed(self, error: Exception, *, rests: bool) -> None:
+        now = time.monotonic()
+        if now >= self._resting_until:  # else it is one of those that were under way then
+            self._gateway.log.warning("no embeddings", model=self.model, error=str(error)[:500])
         if rests:
-            self._resting_until = time.monotonic() + _REST_S
-        self._gateway.log.warning("no embeddings", model=self.model, error=str(error)[:500])
+            self._resting_until = now + _REST_S
 
-    async def _request(self, texts: list[str]) -> Vectors:
-        """[len(texts), dimensions]. Raises HeadraceError, or ValueError for what is no answer to this."""
+    async def _request(self, tenant: str, text: str) -> Vectors:
+        """float32 [dimensions]. Raises HeadraceError, or ValueError for what is no answer to this."""
         gateway = self._gateway
         context = RequestContext(unique_id("embed"), "embeddings", {}, b"", time.monotonic() + _GIVE_UP_S)
-        context.tenant, context.model = OWN_TENANT, self.model
+        context.tenant, context.for_tenant, context.model = OWN_TENANT, tenant, self.model
         context.candidates = context.targets = gateway.targets[self.model]
-        body: dict[str, Any] = {"model": self.model, "input": texts, "encoding_format": "float"}
+        body: dict[str, Any] = {"model": self.model, "input": [text], "encoding_format": "float"}
         if all(target.upstream.config.kind in _TRUNCATING for target in context.targets):
             body["truncate_prompt_tokens"] = -1
         context.body = body
         context.prompt_tokens = prompt_estimate(body)
         try:
             await reserve(gateway, context)  # without limits: what is settled needs to have been reserved
-            await relay(gateway, context)
+            if gateway.batches.may_wait(context, self._batching):
+                await gateway.batches.relay(context, self._batching)
+            else:
+                await relay(gateway, context)
             assert isinstance(context.answer, bytes)
-            vectors = vectors_of(context.answer, len(texts))
+            vector: Vectors = vectors_of(context.answer, 1)[0]
             context.outcome = "ok"
-            return vectors
+            return vector
         except asyncio.CancelledError:
             context.outcome = "cancelled"
             raise
@@ -203,5 +187,7 @@ def vectors_of(answer: bytes, count: int) -> Vectors:
     return vectors
 
 
-def _key(model: str, text: str) -> bytes:
-    return hashlib.blake2b(f"{model}\0{text}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _key(tenant: str, model: str, text: str) -> bytes:
+    return hashlib.blake2b(
+        f"{tenant}\0{model}\0{text}".encode("utf-8", "surrogatepass"), digest_size=16
+    ).digest()

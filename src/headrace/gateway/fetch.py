@@ -29,8 +29,9 @@ async def fetch(gateway: Gateway, context: RequestContext) -> None:
 async def _compute(gateway: Gateway, context: RequestContext) -> None:
     await decide(gateway, context)
     await route(gateway, context)
-    if gateway.batches.wants(context):
-        await gateway.batches.relay(context)
+    batching = gateway.config.batching
+    if batching is not None and gateway.batches.may_wait(context, batching):
+        await gateway.batches.relay(context, batching)
     else:
         await relay(gateway, context)  # balance chooses for each of its attempts
     complete(context)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.errors import ConfigError, StateError
 from headrace.gateway.admit import Admissions
-from headrace.gateway.answers import AnswerCache
 from headrace.gateway.balance import Affinity
 from headrace.gateway.config import GatewayConfig, Price
-from headrace.gateway.embedder import Embedder
+from headrace.gateway.connections import Connections
 from headrace.gateway.health import keep_probing
 from headrace.gateway.intents.policy import policies
 from headrace.gateway.keys import Keys
@@ -21,7 +20,6 @@ from headrace.gateway.metrics import Metrics
 from headrace.gateway.quotas import LEASE_S, Quotas
 from headrace.gateway.relay import RetryBudget
 from headrace.gateway.releases.controller import Releases
-from headrace.gateway.semantic import SemanticCache
 from headrace.gateway.settlements import Settlements
 from headrace.gateway.shaping.flights import Flights
 from headrace.gateway.shaping.gather import Batches
@@ -32,14 +30,15 @@ from headrace.gateway.upstream import Target, Upstream, targets_of
 from headrace.observe.logs import logger
 
 if TYPE_CHECKING:
-    import aiohttp
     from structlog.typing import FilteringBoundLogger
 
+    from headrace.gateway.answers import AnswerCache
     from headrace.gateway.context import RequestContext
+    from headrace.gateway.embedder import Embedder
     from headrace.gateway.local import LocalServer
+    from headrace.gateway.semantic import SemanticCache
 
 _LOOK_S = 0.5
-_KEEP_ALIVE_S = 4.0  # shorter than the 5 s after which uvicorn, and so vLLM, closes idle connections
 
 Phase = Literal["ok", "draining"]
 
@@ -79,7 +78,7 @@ class Gateway:
         self.keys = Keys(self.store)
         self.quotas = Quotas(self.store)
         self.settlements = Settlements(self.quotas, self.log)
-        self.cache = AnswerCache(config.state, config.cache) if config.cache.enabled else None
+        self.cache = _cache(config)
         self.templates = Templates(self.store)
         self.flights = Flights()
         self.batches = Batches(self)
@@ -92,15 +91,10 @@ class Gateway:
         self.metrics = Metrics(self._all_upstreams, self.admissions, self.settlements)
         self.releases = Releases(self.store, self.metrics, self.log)
         self.embedder, self.semantic = self._embedding(config)
-        self._session: aiohttp.ClientSession | None = None
+        self.connections = Connections(_most_connections(self.upstreams))
+        self._opened = False
         self._beside: set[asyncio.Task[None]] = set()
         self._probing: dict[Upstream, asyncio.Task[None]] = {}
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The pool of connections to upstreams."""
-        assert self._session is not None, "the gateway is not open"
-        return self._session
 
     async def __aenter__(self) -> Gateway:
         """Raises ConfigError for state that cannot be used, or does not go with the configured releases."""
@@ -111,7 +105,7 @@ class Gateway:
         except BaseException:
             await self._close_state()
             raise
-        self._session = self._new_session()
+        self._opened = True
         for work in (
             self._renew_leases(),
             self.releases.keep_deciding(),
@@ -129,7 +123,7 @@ class Gateway:
         await self.flights.aclose()
         await self.batches.aclose()
         await _close(self.semantic, self.embedder)
-        await self.session.close()
+        await self.connections.aclose()
         if self.local is not None:
             await self.local.aclose()
         await self.settlements.aclose()
@@ -164,7 +158,7 @@ class Gateway:
         # from here on nothing can fail, or is waited for: requests see one configuration or the other
         self.releases.configure(config.releases, found)
         self.routes = routes
-        before, grows = self.upstreams, self._most_connections(fresh) > self._most_connections(self.upstreams)
+        before, grows = self.upstreams, _most_connections(fresh) > _most_connections(self.upstreams)
         self.upstreams = {name: _successor(before.get(name), new) for name, new in fresh.items()}
         self._leaving += [old for old in before.values() if old not in self.upstreams.values()]
         self.targets = targets_of(config, self.upstreams)
@@ -176,40 +170,21 @@ class Gateway:
         self.embedder, self.semantic = new
         if old != new:
             self._beside.add(asyncio.create_task(_close(old[1], old[0])))
-        if self._session is not None:
+        if self._opened:
             self._probe()
             if grows:
-                closing = asyncio.create_task(self._close_when_unused(self._session))
+                closing = asyncio.create_task(self._close_when_unused(self.connections))
                 self._beside.add(closing)
                 closing.add_done_callback(self._beside.discard)
-                self._session = self._new_session()
+                self.connections = Connections(_most_connections(self.upstreams))
 
-    def _most_connections(self, upstreams: Mapping[str, Upstream]) -> int:
-        return max(upstream.config.max_connections for upstream in upstreams.values())
-
-    def _new_session(self) -> aiohttp.ClientSession:
-        import aiohttp
-
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0,
-                limit_per_host=self._most_connections(self.upstreams),
-                keepalive_timeout=_KEEP_ALIVE_S,
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),
-            trust_env=False,
-            read_bufsize=2**18,
-            auto_decompress=False,  # nobody asked for it: what small bytes grow to is not ours to hold
-        )
-
-    async def _close_when_unused(self, session: aiohttp.ClientSession) -> None:
+    async def _close_when_unused(self, connections: Connections) -> None:
         users = set(self.live)
         try:
             while users & self.live:
                 await asyncio.sleep(_LOOK_S)
         finally:
-            await session.close()
+            await connections.aclose()
 
     def _probe(self) -> None:
         """Have one task for each upstream that asks whether it lives."""
@@ -227,9 +202,13 @@ class Gateway:
         """What works with embeddings of the gateway's own. Raises ConfigError if usearch is missing."""
         if config.embeddings is None:
             return None, None
+        from headrace.gateway.embedder import Embedder
+
         embedder = Embedder(self, config.embeddings)
         if self.cache is None or config.cache.semantic is None:
             return embedder, None
+        from headrace.gateway.semantic import SemanticCache
+
         return embedder, SemanticCache(self.cache, embedder, config.cache.semantic, self.metrics, self.log)
 
     def targets_behind(self, name: str) -> tuple[Target, ...]:
@@ -265,6 +244,19 @@ class Gateway:
             await asyncio.sleep(LEASE_S / 3)
             with contextlib.suppress(StateError):  # the next time is in time still
                 await self.quotas.renew()
+
+
+def _cache(config: GatewayConfig) -> AnswerCache | None:
+    """Raises ConfigError if it cannot be used."""
+    if not config.cache.enabled:
+        return None
+    from headrace.gateway.answers import AnswerCache
+
+    return AnswerCache(config.state, config.cache)
+
+
+def _most_connections(upstreams: Mapping[str, Upstream]) -> int:
+    return max(upstream.config.max_connections for upstream in upstreams.values())
 
 
 async def _close(semantic: SemanticCache | None, embedder: Embedder | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace.gateway.config import Health
+from headrace.gateway.connections import failures
 
 if TYPE_CHECKING:
     from headrace.gateway.gateway import Gateway
@@ -82,19 +83,21 @@ class HealthState:
 
 async def keep_probing(gateway: Gateway, upstream: Upstream) -> None:
     """Ask an upstream for ever whether it lives."""
-    import aiohttp
-
     known = False
     while True:
         every = gateway.config.health.probe_every_s
         try:
             async with asyncio.timeout(max(every, 1.0)):
-                status = await upstream.probe(gateway.session)
-                good = status < 500
-                if good and not known:
-                    await upstream.learn(gateway.session)
-                known = good  # one that comes back may have come back with another model
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            good = False
-        upstream.health.probed(good=good)
+                if await upstream.probe(gateway.connections) == "loaded" and not known:
+                    await upstream.learn(gateway.connections)
+        except failures():
+            upstream.state = "failed"
+        known = upstream.state == "loaded"  # one that comes back may have come back with another model
+        if not upstream.away:
+            upstream.health.probed(good=known)
+        try:
+            async with asyncio.timeout(max(every, 1.0)):
+                await upstream.look(gateway.connections)
+        except failures():  # what it tells of its load is good to know, and no more
+            upstream.forget()
         await asyncio.sleep(every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +27,8 @@ class Kind:
     ``resume``, as ours do). ``continues``: what it continues from the text so far: completions, or chats too
     (by ``continue_final_message``). ``any_name``: it has one model, whatever name that is asked by.
     ``tokenizes``: it has ``/tokenize`` for prompts and chats, as vLLM does, and takes token ids as a prompt.
+    ``gauges``: of its ``/metrics``, whose sum is the requests that it has in hand, from whomever. ``holds``:
+    the path that lists the models in its memory; others it has to load first.
     """
 
     probe: str
@@ -37,6 +40,8 @@ class Kind:
     continues: Literal["nothing", "completions", "chats"] = "completions"
     any_name: bool = False
     tokenizes: bool = False
+    gauges: tuple[str, ...] = ()
+    holds: str = ""
 
     def headers(self, key: str | None) -> dict[str, str]:
         """How it wants to be told its API key."""
@@ -101,18 +106,34 @@ def kind_of(name: str) -> Kind:
 
 _MAX_TOKENS = (("max_completion_tokens", "max_tokens"),)  # where only the older name is known
 
+_AS_VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+
 KINDS: dict[str, Kind] = {
     # Anything else that speaks OpenAI's API. It need not have a health route.
     "compatible": Kind(probe="models"),
-    "headrace": Kind(probe="/health/readiness", tells_tokens=True, continues="chats", tokenizes=True),
-    "vllm": Kind(probe="/health", continues="chats", tokenizes=True),
-    "sglang": Kind(probe="/health", continues="chats"),
+    "headrace": Kind(
+        probe="/health/readiness", tells_tokens=True, continues="chats", tokenizes=True, gauges=_AS_VLLM
+    ),
+    "vllm": Kind(probe="/health", continues="chats", tokenizes=True, gauges=_AS_VLLM),
+    "sglang": Kind(
+        probe="/health", continues="chats", gauges=("sglang:num_running_reqs", "sglang:num_queue_reqs")
+    ),
     # 503 while it loads its model, in /health as in every route. A last message of the assistant's is
     # continued, by later versions if they are told so.
-    "llamacpp": Kind(probe="/health", continues="chats", any_name=True),
+    "llamacpp": Kind(
+        probe="/health",
+        continues="chats",
+        any_name=True,
+        gauges=("llamacpp:requests_processing", "llamacpp:requests_deferred"),
+    ),
     # 424 is its "generation failed".
     "tgi": Kind(
-        probe="/health", renames=_MAX_TOKENS, failures=frozenset({424}), continues="chats", any_name=True
+        probe="/health",
+        renames=_MAX_TOKENS,
+        failures=frozenset({424}),
+        continues="chats",
+        any_name=True,
+        gauges=("tgi_batch_current_size", "tgi_queue_size"),
     ),
     # trtllm-serve refuses fields that it does not know, continue_final_message among them.
     "trtllm": Kind(probe="/health"),
@@ -128,7 +149,7 @@ KINDS: dict[str, Kind] = {
         probe="/openai/status", renames=_MAX_TOKENS, serves=frozenset({"chat"}), continues="nothing"
     ),
     # It puts the prompts of completions into the model's chat template, so nothing continues a text.
-    "ollama": Kind(probe="/api/version", renames=_MAX_TOKENS, continues="nothing"),
+    "ollama": Kind(probe="/api/version", renames=_MAX_TOKENS, continues="nothing", holds="/api/ps"),
     # Its reasoning models refuse max_tokens, and all of its models take the newer name.
     "openai": Kind(probe="models", renames=(("max_tokens", "max_completion_tokens"),), continues="nothing"),
 }
@@ -140,6 +161,22 @@ def told_error(body: bytes) -> tuple[str, str | None, str | None, str | None] | 
         return error_in(orjson.loads(body))
     except orjson.JSONDecodeError:
         return None
+
+
+_OVERFLOWS = re.compile(
+    r"context[ _-]?(?:length|window|size)|prompt is too long|max_input_len|`inputs` (?:tokens|must)",
+    re.IGNORECASE,
+)
+
+
+def is_overflow(message: str, code: str | None) -> bool:
+    """Whether an engine's refusal says that prompt and answer do not fit into its context.
+
+    OpenAI, and ours, have a code for that. vLLM, SGLang, llama.cpp and TensorRT-LLM speak of the model's
+    context length, size or input length, Anthropic says that the prompt is too long, and TGI what its inputs
+    must be.
+    """
+    return code == "context_length_exceeded" or _OVERFLOWS.search(message[:2000]) is not None
 
 
 def error_in(told: Any) -> tuple[str, str | None, str | None, str | None] | None:

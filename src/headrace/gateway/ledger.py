@@ -6,8 +6,10 @@ Of a document that was read in parts, there is one more for each part.
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import astuple, dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.errors import ConfigError, InvalidRequestError, NotFoundError, StateError
 from headrace.gateway.quotas import NANO
@@ -83,9 +85,13 @@ _INSERT = (
 )
 
 
+values: Callable[[Entry], tuple[Any, ...]] = attrgetter(*(field.name for field in fields(Entry)))
+"""A row's values in order. dataclasses.astuple copies each of them deeply, which takes ten times as long."""
+
+
 def append(db: sqlite3.Connection, entry: Entry) -> None:
     """Write one row, in the caller's transaction."""
-    db.execute(_INSERT, astuple(entry))
+    db.execute(_INSERT, values(entry))
 
 
 @dataclass(frozen=True, slots=True)

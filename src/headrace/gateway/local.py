@@ -1,7 +1,7 @@
 """A server in this very process as an upstream: an ASGI application that is asked without a socket.
 
-What it gives has the parts of aiohttp's session and answers that the gateway uses, so that no stage need know
-where an upstream is.
+What it gives has the parts of :class:`~headrace.gateway.connections.Connections`, and of aiohttp's answers,
+that the gateway uses, so that no stage need know where an upstream is.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ _AHEAD_BYTES = 2**16  # an answer waits for its reader when it is so far ahead
 class LocalServer:
     """An application and the names of its models.
 
-    ``credential``: what it takes as a gateway's, so that it believes whose requests it gets.
+    ``credential``: what it takes as a gateway's, so that it believes whose requests it gets. ``api_key``:
+    what it asks its clients for, if it does; where the gateway has no keys of its own, so does that.
     """
 
-    def __init__(self, app: ASGIApp, names: tuple[str, ...], credential: str) -> None:
+    def __init__(
+        self, app: ASGIApp, names: tuple[str, ...], credential: str, api_key: str | None = None
+    ) -> None:
         self.names = names
         self.credential = credential
+        self.api_key = api_key
         self._app = app
         self._answers: dict[asyncio.Task[None], LocalAnswer] = {}
 
     async def post(self, url: str, *, data: bytes, headers: Mapping[str, str], **_: Any) -> LocalAnswer:
-        """The answer, whose head is here. Raises aiohttp.ServerDisconnectedError if none comes."""
+        """The answer, whose head is here. Raises ConnectionResetError if none comes."""
         return await self._ask("POST", url, headers, data)
 
-    async def get(self, url: str, *, headers: Mapping[str, str], **_: Any) -> LocalAnswer:
+    async def get(self, url: str, *, headers: Mapping[str, str]) -> LocalAnswer:
         """As :meth:`post`, without a body."""
         return await self._ask("GET", url, headers, b"")
 
@@ -108,23 +112,19 @@ class LocalAnswer:
             self._news.set()
 
     async def begun(self) -> None:
-        """Wait for status and headers. Raises aiohttp.ServerDisconnectedError if they don't come."""
-        import aiohttp
-
+        """Wait for status and headers. Raises ConnectionResetError if they don't come."""
         while not self.status:
             if self._ended:
-                raise aiohttp.ServerDisconnectedError
+                raise ConnectionResetError("the server in this process gave no answer")
             await self._next()
 
     async def readany(self) -> bytes:
-        """The next bytes, none at the end. Raises aiohttp.ClientPayloadError if the answer is cut."""
-        import aiohttp
-
+        """The next bytes, none at the end. Raises OSError if the answer is cut."""
         while not self._parts:
             if self._whole:
                 return b""
             if self._ended or self._closed.is_set():
-                raise aiohttp.ClientPayloadError("the server in this process broke its answer off")
+                raise OSError("the server in this process broke its answer off")
             await self._next()
         return self._take()
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from headrace.errors import LimitError, OverloadedError, UpstreamError
-from headrace.gateway.ask import AttemptError, may_try_again
+from headrace.gateway.ask import AttemptError, TooLongError, may_try_again
 from headrace.gateway.attempt import attempt
 from headrace.gateway.balance import balance
 
@@ -39,20 +39,30 @@ class RetryBudget:
 
 async def relay(gateway: Gateway, context: RequestContext) -> None:
     """Fill in target and answer. Raises UpstreamError or LimitError when nobody answers, and whatever an
-    upstream says is wrong with the request.
+    upstream says is wrong with the request. Of that, only a prompt that is too long for one is tried again,
+    where another one has more room.
     """
     gateway.retry_budget.earn()
     tried: list[Target] = []
     dropped: list[Target] = []
     failure: AttemptError | None = None
+    refusal: TooLongError | None = None
+    free = True  # a first attempt, or one after what was no failure, is not in the budget
     for number in range(gateway.config.retries.attempts):
         target = await balance(gateway, context, tried)
-        if target is None or (number and not may_try_again(gateway, context)):
+        if target is None or (not free and not may_try_again(gateway, context)):
             break
+        free = False
         context.target, context.attempts = target, number + 1
         work = target.upstream.begin(context.prompt_tokens + context.output_tokens)
+        context.works.append(work)
         try:
             await attempt(gateway, context, target, work)
+        except TooLongError as error:
+            work.end()
+            refusal, free = error, True
+            tried += [each for each in context.targets if not _has_more_room(each, target)]
+            continue
         except AttemptError as error:
             work.end()
             failure = error
@@ -69,7 +79,14 @@ async def relay(gateway: Gateway, context: RequestContext) -> None:
             work.end()
             target.upstream.health.succeeded()
         return
-    raise _nobody(context, failure)
+    raise refusal or _nobody(context, failure)
+
+
+def _has_more_room(one: Target, other: Target) -> bool:
+    """Whether a prompt that is too long for ``other`` may fit into ``one``."""
+    if one is other:
+        return False
+    return one.context is None or other.context is None or one.context > other.context
 
 
 def _nobody(context: RequestContext, failure: AttemptError | None) -> Exception:
@@ -79,7 +96,9 @@ def _nobody(context: RequestContext, failure: AttemptError | None) -> Exception:
     if failure is None and all(target.upstream.drained for target in context.targets):
         return OverloadedError(f"all upstreams of {context.model} are drained; try again later")
     now = time.monotonic()
-    wait = min(target.upstream.health.resting_until for target in context.targets) - now
+    wait_s = max(min(target.upstream.health.resting_until for target in context.targets) - now, 1.0)
+    if failure is not None and failure.reason == "overloaded":
+        return OverloadedError(f"no upstream of {context.model} has room: {failure}", retry_after_s=wait_s)
     return LimitError(
-        f"all upstreams of {context.model} ask to be left alone for a while", retry_after_s=max(wait, 1.0)
+        f"all upstreams of {context.model} ask to be left alone for a while", retry_after_s=wait_s
     )

@@ -133,7 +133,7 @@ class SemanticCache:
 
     async def _look_up(self, context: RequestContext, version: object) -> Question | None:
         text = context.body["messages"][-1]["content"]
-        vectors = await self._embedder.embed([text])
+        vectors = await self._embedder.embed([text], context.tenant)
         if vectors is None:
             self._count("no embedding")
             return None
@@ -232,7 +232,9 @@ class SemanticCache:
             return None
         agrees = verifier.agreement(*map(verifier.read, (kept, new, nearest.text, question.text)))
         if agrees is None:
-            vectors = await self._embedder.embed([_start(kept), _start(new)], timeout_s=_LEARN_S)
+            vectors = await self._embedder.embed(
+                [_start(kept), _start(new)], question.tenant, timeout_s=_LEARN_S
+            )
             agrees = None if vectors is None else bool(vectors[0] @ vectors[1] >= _AGREE)
         return agrees
 

@@ -9,7 +9,7 @@ from headrace.gateway.authenticate import OWN_TENANT
 from headrace.gateway.cache import keep
 from headrace.gateway.ledger import FREE, Entry
 from headrace.gateway.settlements import Settlement
-from headrace.gateway.usage import Usage, cost
+from headrace.gateway.usage import Usage, cost, nano
 
 if TYPE_CHECKING:
     from headrace.gateway.context import RequestContext
@@ -75,6 +75,7 @@ def _entry(gateway: Gateway, context: RequestContext) -> Entry:
     """The request's row, or that of the part that it is."""
     usage = context.usage or Usage()
     charged = usage if context.cache not in FREE else Usage()
+    hardware = nano(context.hardware_usd)
     return Entry(
         ended_at=time.time(),
         request=context.id,
@@ -89,20 +90,22 @@ def _entry(gateway: Gateway, context: RequestContext) -> Entry:
         cached_tokens=usage.cached,
         completion_tokens=usage.completion,
         estimated=usage.estimated,
-        nano_usd=0 if context.target is None else cost(context.target.served.price, charged),
+        nano_usd=(0 if context.target is None else cost(context.target.served.price, charged)) + hardware,
         resumed=context.resumed or "",
         duration_ms=round((time.monotonic() - context.began) * 1000),
         app=context.app,
         release=context.release,
         version=context.version,
-        baseline_nano_usd=_baseline(gateway, context, usage),
+        baseline_nano_usd=_baseline(gateway, context, usage, hardware),
         part=context.part,
         **_routed(context),
     )
 
 
-def _baseline(gateway: Gateway, context: RequestContext, usage: Usage) -> int:
-    """In 1e-9 dollars: by the large model where a route was asked for, else by who was asked."""
+def _baseline(gateway: Gateway, context: RequestContext, usage: Usage, hardware: int) -> int:
+    """In 1e-9 dollars: by the large model where a route was asked for, else by who was asked. Time on
+    hardware counts as it was: how long another one would have taken nobody knows.
+    """
     if context.tenant == OWN_TENANT:
         return 0
     if context.choice is not None:
@@ -110,7 +113,7 @@ def _baseline(gateway: Gateway, context: RequestContext, usage: Usage) -> int:
     else:
         targets = context.candidates if context.target is None else (context.target,)
         prices = [target.served.price for target in targets]
-    return min((cost(price, usage) for price in prices), default=0)
+    return min((cost(price, usage) for price in prices), default=0) + hardware
 
 
 def _routed(context: RequestContext) -> dict[str, Any]:

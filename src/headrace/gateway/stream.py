@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from headrace.errors import HeadraceError, UpstreamError
 from headrace.gateway.ask import LOOK_S, AttemptError, ask, is_cut, may_try_again, read_some
 from headrace.gateway.balance import balance
+from headrace.gateway.connections import failures
 from headrace.gateway.resume import Continuation, Progress, continuation, is_resumable
 from headrace.gateway.settle import settle
 from headrace.gateway.sse import DONE, EventFilter
@@ -91,8 +92,6 @@ class RelayedStream:
 
     async def _more(self) -> bytes:
         """What the client gets next, perhaps nothing yet; ``_problem`` is what stands in the way of more."""
-        import aiohttp
-
         assert self._response is not None
         idle_s, left_s = self._target.upstream.config.timeouts.idle_s, self._left_s()
         try:
@@ -106,7 +105,7 @@ class RelayedStream:
             elif self._silent_s >= idle_s or self._left_s() <= 0:
                 self._problem = "the upstream fell silent, or the request took longer than it may"
             return b""
-        except (aiohttp.ClientError, OSError):
+        except failures():
             self._at_end = self._filter.all_ended(self._context.choices)
             if not self._at_end:
                 self._problem = "the upstream's stream broke off"
@@ -165,6 +164,7 @@ class RelayedStream:
         """Ask ``target`` for the rest. Raises as :func:`ask` does, and then nothing of it is left."""
         gateway, context = self._gateway, self._context
         self._work = target.upstream.begin(context.prompt_tokens + context.output_tokens)
+        context.works.append(self._work)
         self._filter.go_on(going_on, target.upstream.kind.translation())
         try:
             await ask(gateway, context, target, going_on.body, self.begin)

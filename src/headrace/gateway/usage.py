@@ -79,3 +79,8 @@ def cost(price: Price, usage: Usage) -> int:
     cached = price.input if price.cached_input is None else price.cached_input
     fresh = usage.prompt - usage.cached
     return round((fresh * price.input + usage.cached * cached + usage.completion * price.output) * 1000)
+
+
+def nano(usd: float) -> int:
+    """Dollars in 1e-9 dollars."""
+    return round(usd * 1e9)

@@ -33,7 +33,7 @@ _LAST_WORDS_S = 2.0  # for aborted streams to send their error event and close
 class Front(Protocol):
     """An ASGI application that stands before the server's own on its port, such as a gateway.
 
-    It is opened when the model is loaded, and passes all on until then. ``drain``: no new requests.
+    It is opened when the model is loaded, before requests are taken. ``drain``: no new requests.
     ``drained`` waits for those under way, and ends them when ``timeout_s`` has passed.
     """
 
@@ -131,11 +131,11 @@ class _Life:
             loading.cancel()
             return
         frontend = loading.result()
+        if self._front is not None and not self._stop.is_set():
+            await self._front.open()  # first: it may know who is not to be let in
         self._state.ready(frontend)
         if self._state.resumed is not None and not self._stop.is_set():
             self._state.resumed.start()
-        if self._front is not None and not self._stop.is_set():
-            await self._front.open()
         if not self._stop.is_set():
             self._on_ready(frontend)
             await asyncio.to_thread(_warm_up, frontend)

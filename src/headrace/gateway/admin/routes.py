@@ -289,6 +289,8 @@ def _upstream_info(upstream: Upstream) -> schemas.UpstreamInfo:
         models=list(config.models),
         weight=config.weight,
         share=upstream.health.share(),
+        state=upstream.state,
+        others=upstream.others,
         resting=upstream.health.resting(),
         drained=upstream.drained,
         in_flight=upstream.in_flight,

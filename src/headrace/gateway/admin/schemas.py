@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.gateway.fields import Name
+from headrace.gateway.told import State
 
 
 class _Asked(BaseModel):
@@ -133,7 +134,9 @@ class ReleaseEvent(BaseModel):
 
 
 class UpstreamInfo(BaseModel):
-    """An upstream now. ``share``: of its weight that its health lets it have; 0 is ejected."""
+    """An upstream now. ``share``: of its weight that its health lets it have; 0 is ejected. ``state``: as it
+    told when it was probed last; ``others``: requests that it has in hand from elsewhere, as it told then.
+    """
 
     name: str
     url: str
@@ -141,6 +144,8 @@ class UpstreamInfo(BaseModel):
     models: list[str]
     weight: float
     share: float
+    state: State
+    others: int
     resting: bool
     drained: bool
     in_flight: int

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.errors import ConfigError, InvalidRequestError
-from headrace.gateway.intents.classifier import Classifier, Judgement, read_classifier
 from headrace.gateway.intents.settings import WANTED, Route
 
 if TYPE_CHECKING:
     from headrace.gateway.config import GatewayConfig
+    from headrace.gateway.intents.classifier import Classifier, Judgement
 
 HEADER = "x-headrace-route"
 
@@ -126,5 +126,7 @@ def policies(config: GatewayConfig) -> dict[str, Policy]:
     """The routes of a configuration; they share a classifier. Raises ConfigError if that cannot be used."""
     if not config.routes:
         return {}
+    from headrace.gateway.intents.classifier import read_classifier
+
     classifier = read_classifier(config.classifier)
     return {name: Policy(name, settings, classifier) for name, settings in config.routes.items()}

@@ -2,7 +2,8 @@
 
 Only requests of one tenant, for one model and with the same other fields share a request, and each gets its
 own vectors back and nothing else. What the upstream refuses is asked again one by one, so that a bad text
-fails alone.
+fails alone. The gateway's own embeddings, from which it tells intents and finds what means the same, go this
+way as well, apart for each tenant whose requests they are for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import orjson
 
 from headrace.errors import HeadraceError, UpstreamError
 from headrace.gateway.ask import may_try_again
+from headrace.gateway.authenticate import OWN_TENANT
 from headrace.gateway.context import RequestContext
 from headrace.gateway.relay import relay
 from headrace.gateway.usage import Usage, prompt_estimate
@@ -24,6 +26,7 @@ from headrace.web.ids import unique_id
 
 if TYPE_CHECKING:
     from headrace.gateway.gateway import Gateway
+    from headrace.gateway.shaping.settings import Batching
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +59,9 @@ class Batches:
         self._open: dict[bytes, _Group] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def wants(self, context: RequestContext) -> bool:
+    def may_wait(self, context: RequestContext, settings: Batching) -> bool:
         """Whether the request is to wait for others: embeddings of a few short texts."""
-        settings = self._gateway.config.batching
-        if settings is None or context.route != "embeddings":
+        if context.route != "embeddings":
             return False
         inputs = inputs_of(context.body)
         return (
@@ -68,10 +70,11 @@ class Batches:
             and max(prompt_estimate({"input": item}) for item in inputs) <= settings.short_tokens
         )
 
-    async def relay(self, context: RequestContext) -> None:
-        """Fill in target and answer as :func:`relay.relay` does, and raise what that raises."""
-        settings = self._gateway.config.batching
-        assert settings is not None
+    async def relay(self, context: RequestContext, settings: Batching) -> None:
+        """Fill in target and answer as :func:`relay.relay` does, and raise what that raises.
+
+        ``settings``: the same for all requests of a tenant's.
+        """
         loop = asyncio.get_running_loop()
         caller = _Caller(context, inputs_of(context.body), loop.create_future())
         key = _key(context)
@@ -132,12 +135,16 @@ class Batches:
                 await self._together(callers)
         except HeadraceError as error:
             # a refusal is of one of them; a failure may be, and another attempt has its budget
-            if error.status >= 500 and not may_try_again(self._gateway, callers[0].context):
+            if error.status >= 500 and not self._may_part(callers[0].context):
                 for caller in callers:
                     _end(caller, error)
         except Exception as error:
             self._gateway.log.error("unexpected error in a batch", exc_info=error)
         await asyncio.gather(*(self._alone(caller) for caller in callers if not caller.done.done()))
+
+    def _may_part(self, context: RequestContext) -> bool:
+        """Whether those of a failed batch may be asked alone; for the gateway's own that comes too late."""
+        return context.tenant != OWN_TENANT and may_try_again(self._gateway, context)
 
     async def _alone(self, caller: _Caller) -> None:
         try:
@@ -154,6 +161,7 @@ class Batches:
             unique_id("batch"), "embeddings", {}, b"", max(caller.context.deadline for caller in callers)
         )
         carrier.tenant, carrier.weight, carrier.model = first.tenant, first.weight, first.model
+        carrier.for_tenant = first.for_tenant
         carrier.priority = min(caller.context.priority for caller in callers)
         carrier.candidates, carrier.targets = first.candidates, first.targets
         carrier.body = {**first.body, "input": inputs}
@@ -161,12 +169,14 @@ class Batches:
         gateway.log.debug("batch", batch=carrier.id, requests=[caller.context.id for caller in callers])
         await relay(gateway, carrier)
         assert isinstance(carrier.answer, bytes)
-        items, usages, frame = _read(carrier.answer, inputs)
+        assert carrier.usage is not None
+        items, usages, frame = _read(carrier.answer, inputs, carrier.usage)
         gateway.metrics.batches.inc()
         begin = 0
         for caller in callers:
             end = begin + len(caller.inputs)
             _give(caller.context, carrier, frame, items[begin:end], usages[begin:end])
+            caller.context.shared_usd = carrier.hardware_usd * sum(usages[begin:end]) / max(sum(usages), 1)
             _end(caller)
             gateway.metrics.batched.inc()
             begin = end
@@ -190,8 +200,12 @@ def _give(
         context.recorded = context.answer
 
 
-def _read(answer: bytes, inputs: list[Any]) -> tuple[list[dict[str, Any]], list[int], dict[str, Any]]:
-    """The vectors in order, the tokens of each input, and the rest. Raises UpstreamError."""
+def _read(
+    answer: bytes, inputs: list[Any], usage: Usage
+) -> tuple[list[dict[str, Any]], list[int], dict[str, Any]]:
+    """The vectors in order, the tokens of each input, and the rest. ``usage``: of all, which is an estimate
+    where the answer tells none. Raises UpstreamError.
+    """
     try:
         whole = orjson.loads(answer)
         items = sorted(whole.pop("data"), key=lambda item: item["index"])
@@ -199,7 +213,10 @@ def _read(answer: bytes, inputs: list[Any]) -> tuple[list[dict[str, Any]], list[
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise UpstreamError(f"{len(inputs)} embeddings were asked for, and something else came") from None
-    return items, tokens_by_input(whole.pop("usage", None), inputs), whole
+    told_usage = whole.pop("usage", None)
+    if usage.estimated:
+        told_usage = {"prompt_tokens": usage.prompt}
+    return items, tokens_by_input(told_usage, inputs), whole
 
 
 def _end(caller: _Caller, error: Exception | None = None) -> None:
@@ -222,5 +239,13 @@ def _key(context: RequestContext) -> bytes:
     body = context.body
     asked = {name: body[name] for name in body.keys() - {"input", "priority", "user"}}
     served = sorted((target.upstream.config.url, target.name) for target in context.targets)
-    parts = [context.tenant, context.model, context.release, context.version, served, asked]
+    parts = [
+        context.tenant,
+        context.for_tenant,
+        context.model,
+        context.release,
+        context.version,
+        served,
+        asked,
+    ]
     return orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)

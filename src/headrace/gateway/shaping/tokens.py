@@ -79,16 +79,13 @@ class TokenCounts:
     async def _ask(
         self, target: Target, asked: dict[str, Any], *, wants_ids: bool
     ) -> tuple[int, list[int] | None, int]:
-        import aiohttp
-
         upstream = target.upstream
         parts = urlsplit(upstream.config.url)
-        async with await (upstream.local or self._gateway.session).post(
+        async with await (upstream.local or self._gateway.connections).post(
             f"{parts.scheme}://{parts.netloc}{parts.path.removesuffix('/v1')}/tokenize",
             data=orjson.dumps({**asked, "model": target.name}),
             headers=upstream.headers,
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=upstream.config.timeouts.connect_s),
+            connect_s=upstream.config.timeouts.connect_s,
         ) as response:
             if response.status != 200:
                 raise ValueError(f"status {response.status}")

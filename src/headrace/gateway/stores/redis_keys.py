@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import msgspec
 import orjson
 
 from headrace.gateway.keys import Key
-from headrace.gateway.ledger import Entry
+from headrace.gateway.ledger import Entry, values
 
 KEYS = "headrace:keys"
 """Hash of API keys by their ids."""
@@ -42,4 +40,4 @@ def template(name: str) -> str:
 
 def row_of(entry: Entry) -> bytes:
     """A row of the ledger, but for its time, which lies beside it."""
-    return orjson.dumps(astuple(entry)[1:])
+    return orjson.dumps(values(entry)[1:])
