@@ -45,8 +45,9 @@ DataSet = Annotated[
     str,
     typer.Option(
         "--data",
-        metavar="FILE|default",
-        help="JSON Lines with text, messages, or prompt and completion; default: a mix out of packages.",
+        metavar="FILE|default|self",
+        help="JSON Lines with text, messages, or prompt and completion; default: a mix out of packages; self: "
+        "questions that a chat model makes up.",
     ),
 ]
 Template = Annotated[
@@ -231,6 +232,7 @@ def draft(
     generate: Generate = 512,
     new_tokens: NewTokens = 128,
     generate_temperature: Heat = 0.7,
+    top_k: Annotated[int, typer.Option(help="Learn the target's likeliest tokens only.")] = 64,
     threads: options.Threads = 0,
 ) -> None:
     """Make a small model that drafts for TARGET, and measure whether that pays on this machine."""
@@ -258,6 +260,7 @@ def draft(
         generate=generate,
         new_tokens=new_tokens,
         generate_temperature=generate_temperature,
+        top_k=top_k,
         evaluate=False,
         threads=threads,
     )

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from headrace.errors import ConfigError
-from headrace.lab.compress.training.data import read_prompts, some_prompts
 from headrace.lab.compress.training.distill import Distillation
 from headrace.lab.compress.training.drafting import MAX_PROMPTS, measure_drafting
 from headrace.lab.compress.training.report import TrainingReport
 from headrace.lab.compress.training.sizes import Sizes
+from headrace.lab.compress.work import Work
 
 
 @dataclass(eq=False)
@@ -21,6 +21,8 @@ class Draft(Distillation):
     """
 
     kind: ClassVar[Literal["distill", "repair", "draft"]] = "draft"
+
+    spare_prompts: ClassVar[int] = MAX_PROMPTS
 
     layers: int | None = None
     quantization: Literal["int8", "int4"] | None = "int8"
@@ -48,10 +50,7 @@ class Draft(Distillation):
 
     def _all_prompts(self) -> tuple[list[list[int]], list[list[int]]]:
         """Those that are measured on, spread over all, and those that the target answers for its draft."""
-        found = some_prompts(
-            read_prompts(self.asked.data, self.tokenizer, chats_only=True, progress=self.downloads),
-            self.asked.generate + MAX_PROMPTS,
-        )
+        found = self._some_prompts(self.asked.generate + MAX_PROMPTS, chats_only=True)
         room = self.length // 2
         found = [prompt for prompt in found if len(prompt) <= room]
         if len(found) < 4:
@@ -63,6 +62,10 @@ class Draft(Distillation):
         chosen = {place * len(found) // count for place in range(count)}
         held = [prompt for number, prompt in enumerate(found) if number in chosen]
         return held, [prompt for number, prompt in enumerate(found) if number not in chosen]
+
+    def _store_in(self, work: Work) -> Path | None:
+        """What the target says is looked up once: a draft is small, and sees its data several times."""
+        return work.path / "logits"
 
     def _architecture_name(self) -> str:
         assert self._sizes is not None
