@@ -10,6 +10,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.lab.compress.training.drafting import Costs
+from tests.lab.small_models import make_model
 from tests.lab.training import Train, read_training, trainer
 
 
@@ -52,6 +53,30 @@ def test_a_draft_is_made_measured_and_used(train: Train, files: Path, tmp_path: 
     with LLM(str(files / "model")) as llm:
         [plain] = llm.generate("The miller", params)
     assert fast.outputs == plain.outputs
+
+
+def test_a_draft_learns_from_questions_that_the_target_makes_up(
+    train: Train, files: Path, tmp_path: Path
+) -> None:
+    """This one knows nothing, and one byte in four ends its turn."""
+    talker = tmp_path / "talker"
+    make_model(talker, chat=True)
+    config = json.loads((talker / "config.json").read_text())
+    (talker / "config.json").write_text(json.dumps(config | {"eos_token_id": list(range(64))}))
+    own = ["--data", "self", "--steps", "3", "--generate", "20", "--new-tokens", "8"]
+    output = tmp_path / "draft"
+    done = train("draft", "-o", str(output), "--layers", "1", *own, model=str(talker))
+    assert done.returncode == 0, done.stderr
+    report = read_training(output)
+    assert report.data["generated"] == 20
+    assert report.drafting is not None and report.drafting.prompts >= 1
+    done = train("draft", "-o", str(tmp_path / "out"), "--samples", "4", *own)
+    assert (done.returncode, "give --samples 0" in done.stderr) == (1, True)
+    config = json.loads((talker / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (talker / "tokenizer_config.json").write_text(json.dumps(config))
+    done = train("draft", "-o", str(tmp_path / "out"), *own, model=str(talker))
+    assert (done.returncode, "has no chat template" in done.stderr) == (1, True)
 
 
 def test_bad_input_is_told(train: Train, files: Path, tmp_path: Path) -> None:

@@ -102,10 +102,18 @@ def _prompts(
 
 
 def ask_itself(
-    model: Path, tokenizer: Tokenizer, count: int, *, seed: int, threads: int, progress: Progress
+    model: Path,
+    tokenizer: Tokenizer,
+    count: int,
+    *,
+    longest: int,
+    seed: int,
+    threads: int,
+    progress: Progress,
 ) -> list[list[int]]:
-    """About ``count`` different questions, in the model's chat template, that a chat model makes up when it is
+    """Up to ``count`` different questions, in the model's chat template, that a chat model makes up when it is
     given how a user's turn begins and nothing else. Runs on the engine; the same call gives the same ones.
+    ``longest``: tokens of one, with its template.
 
     Source: Xu et al., "Magpie: Alignment Data Synthesis from Scratch" (arXiv 2406.08464). Raises ConfigError
     for a model without a template, or that asks nothing.
@@ -116,21 +124,26 @@ def ask_itself(
     mark = "\ue000"  # of no language
     begun, _, _ = template.render([{"role": "user", "content": mark}]).partition(mark)
     prompt = tokenizer.encode(begun, add_special_tokens=False)
+    room = min(_QUESTION_TOKENS, longest - len(prompt))
+    if room < 1:
+        raise ConfigError(f"--sequence-length leaves no room for questions: a template alone is {len(prompt)}.")
     found: dict[tuple[int, ...], None] = {}
-    with LLM(str(model), max_model_len=len(prompt) + _QUESTION_TOKENS, threads=threads) as llm:
+    with LLM(str(model), max_model_len=len(prompt) + room, threads=threads) as llm:
         for start in range(0, _TRIES * count, _AT_A_TIME):
             if len(found) >= count:
                 break
             progress("asking", len(found), count)
             params = [
-                SamplingParams(temperature=_QUESTION_HEAT, max_tokens=_QUESTION_TOKENS, seed=seed + start + number)
+                SamplingParams(temperature=_QUESTION_HEAT, max_tokens=room, seed=seed + start + number)
                 for number in range(_AT_A_TIME)
             ]
             for answer in llm.generate([prompt] * _AT_A_TIME, params, use_tqdm=False):
                 said = answer.outputs[0]
                 if said.finish_reason == "stop" and (text := said.text.strip()):
                     asked = template.render([{"role": "user", "content": text}])
-                    found[tuple(tokenizer.encode(asked, add_special_tokens=False))] = None
+                    ids = tokenizer.encode(asked, add_special_tokens=False)
+                    if len(ids) <= longest:
+                        found[tuple(ids)] = None
     if not found:
         raise ConfigError(f"--data {SELF}: {model} made up no question: give prompts in a file.")
     progress("asking", count, count)

@@ -208,6 +208,7 @@ class Training(ABC):
                 self._teacher_path,
                 self.tokenizer,
                 self.asked.generate + self.spare_prompts,
+                longest=self.length // 2,
                 seed=self.asked.schedule.seed,
                 threads=self.asked.threads,
                 progress=self.progress,
