@@ -65,7 +65,8 @@ def test_a_draft_learns_from_questions_that_the_target_makes_up(
     (talker / "config.json").write_text(json.dumps(config | {"eos_token_id": list(range(64))}))
     own = ["--data", "self", "--steps", "3", "--generate", "20", "--new-tokens", "8"]
     output = tmp_path / "draft"
-    done = train("draft", "-o", str(output), "--layers", "1", *own, model=str(talker))
+    done = train("draft", "-o", str(output), "--layers", "1", "--quantization", "int4", *own,
+                 model=str(talker))  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = read_training(output)
     assert report.data["generated"] == 20
