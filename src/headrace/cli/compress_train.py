@@ -211,7 +211,11 @@ def draft(
     target: Annotated[str, typer.Argument(metavar="TARGET", help=options.REFERENCE_HELP)],
     output: Output,
     layers: Annotated[
-        int | None, typer.Option(help="Of the target's, that the draft has; default: an eighth of them.")
+        str | None,
+        typer.Option(
+            metavar="COUNT|NUMBERS",
+            help="Of the target's: so many, evenly spread, or 0,1,29: these; default: an eighth of them.",
+        ),
     ] = None,
     quantization: Annotated[
         Literal["int8", "int4", "off"], typer.Option(help="How the draft is narrowed when it is loaded.")
@@ -265,11 +269,21 @@ def draft(
         threads=threads,
     )
     narrowed = None if quantization == "off" else quantization
-    _run(lambda **told: Draft(asked, layers=layers, quantization=narrowed, **told))
+    chosen = None if layers is None else _layers(layers)
+    _run(lambda **told: Draft(asked, layers=chosen, quantization=narrowed, **told))
     setting = f'"method": "draft_model", "model": "{output}"'
     if narrowed is not None:
         setting += f', "quantization": "{narrowed}"'
     print(f"headrace serve {target} --speculative-config '{{{setting}}}'")
+
+
+def _layers(text: str) -> int | list[int]:
+    """A count, or numbers between commas."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--layers: {text!r} must be a count, or numbers of layers: 4, or 0,1,29.") from None
+    return numbers if "," in text else numbers[0]
 
 
 def _schedule(minutes: float | None, steps: int | None, **settings: Any) -> Schedule:

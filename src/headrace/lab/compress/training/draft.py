@@ -15,7 +15,7 @@ from headrace.lab.compress.work import Work
 
 @dataclass(eq=False)
 class Draft(Distillation):
-    """``layers``: how many of the target's. Prompts that the draft is measured on teach it nothing.
+    """``layers``: how many of the target's, or which. Prompts that the draft is measured on teach it nothing.
 
     ``quantization``: how the draft's floats are narrowed when it is loaded, measured so, too.
     """
@@ -24,7 +24,7 @@ class Draft(Distillation):
 
     spare_prompts: ClassVar[int] = MAX_PROMPTS
 
-    layers: int | None = None
+    layers: int | list[int] | None = None
     quantization: Literal["int8", "int4"] | None = "int8"
     embeddings: bool = False
 
@@ -33,9 +33,9 @@ class Draft(Distillation):
         if count < 2:
             raise ConfigError(f"{self.asked.teacher} has one layer: there is no smaller model to make of it.")
         layers = self.layers if self.layers is not None else max(1, count // 8)
-        if not 1 <= layers < count:
+        if not 1 <= (layers if isinstance(layers, int) else len(layers)) < count:
             raise ConfigError(
-                f"--layers: {layers} must lie between 1 and {count - 1}, less than the target has."
+                f"--layers: {layers} must be 1 to {count - 1} of the target's {count} layers, less than all."
             )
         self._sizes = Sizes(layers=layers)
         super()._open_student()
@@ -69,7 +69,9 @@ class Draft(Distillation):
 
     def _architecture_name(self) -> str:
         assert self._sizes is not None
-        return f"{self._sizes.layers} of {len(self.teacher.architecture.layers)} layers"
+        count = len(self.teacher.architecture.layers)
+        chosen = self._sizes.chosen(self.teacher.architecture)
+        return f"layers {', '.join(map(str, chosen))} of {count}"
 
     def _about_student(self) -> dict[str, Any]:
         return super()._about_student() | {"student": f"{self.asked.teacher}, {self._architecture_name()}"}
