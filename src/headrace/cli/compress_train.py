@@ -46,8 +46,8 @@ DataSet = Annotated[
     typer.Option(
         "--data",
         metavar="FILE|default|self",
-        help="JSON Lines with text, messages, or prompt and completion; default: a mix out of packages; self: "
-        "questions that a chat model makes up.",
+        help="JSON Lines with text, messages, or prompt and completion; default: a mix out of packages; "
+        "self: questions that a chat model makes up.",
     ),
 ]
 Template = Annotated[
@@ -219,7 +219,7 @@ def draft(
     ] = None,
     quantization: Annotated[
         Literal["int8", "int4", "off"], typer.Option(help="How the draft is narrowed when it is loaded.")
-    ] = "int8",
+    ] = "int4",
     minutes: Minutes = None,
     steps: Steps = None,
     learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 6e-4,
@@ -282,7 +282,9 @@ def _layers(text: str) -> int | list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--layers: {text!r} must be a count, or numbers of layers: 4, or 0,1,29.") from None
+        raise ConfigError(
+            f"--layers: {text!r} must be a count, or numbers of layers: 4, or 0,1,29."
+        ) from None
     return numbers if "," in text else numbers[0]
 
 

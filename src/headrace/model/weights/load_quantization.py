@@ -12,7 +12,7 @@ from headrace.model.checkpoint import Dense, Tensor
 from headrace.model.quant_tensor import QuantTensor
 
 Quantization = Literal["int8", "int4", "int4-all"]
-"""``int4-all``: embeddings and head, too, for a model whose errors cost time and no answer: one that drafts."""
+"""``int4-all``: embeddings and head, too, for who drafts: its errors cost time, never an answer."""
 
 GROUP_SIZE = 32
 _CHUNK_ELEMENTS = 1 << 20  # float32 working set per pass: 4 MiB, whatever the size of the tensor

@@ -111,8 +111,8 @@ def ask_itself(
     threads: int,
     progress: Progress,
 ) -> list[list[int]]:
-    """Up to ``count`` different questions, in the model's chat template, that a chat model makes up when it is
-    given how a user's turn begins and nothing else. Runs on the engine; the same call gives the same ones.
+    """Up to ``count`` different questions, in the chat template, that a chat model makes up when it is given
+    how a user's turn begins and nothing else. Runs on the engine; the same call gives the same ones.
     ``longest``: tokens of one, with its template.
 
     Source: Xu et al., "Magpie: Alignment Data Synthesis from Scratch" (arXiv 2406.08464). Raises ConfigError
@@ -120,13 +120,17 @@ def ask_itself(
     """
     template = template_of(tokenizer)
     if template is None:
-        raise ConfigError(f"--data {SELF}: {model} has no chat template, so it has not learned what users ask.")
+        raise ConfigError(
+            f"--data {SELF}: {model} has no chat template, so it has not learned what users ask."
+        )
     mark = "\ue000"  # of no language
     begun, _, _ = template.render([{"role": "user", "content": mark}]).partition(mark)
     prompt = tokenizer.encode(begun, add_special_tokens=False)
     room = min(_QUESTION_TOKENS, longest - len(prompt))
     if room < 1:
-        raise ConfigError(f"--sequence-length leaves no room for questions: a template alone is {len(prompt)}.")
+        raise ConfigError(
+            f"--sequence-length leaves no room for questions: a template alone is {len(prompt)}."
+        )
     found: dict[tuple[int, ...], None] = {}
     with LLM(str(model), max_model_len=len(prompt) + room, threads=threads) as llm:
         for start in range(0, _TRIES * count, _AT_A_TIME):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from headrace.errors import ConfigError
@@ -25,7 +26,7 @@ class Draft(Distillation):
     spare_prompts: ClassVar[int] = MAX_PROMPTS
 
     layers: int | list[int] | None = None
-    quantization: Literal["int8", "int4"] | None = "int8"
+    quantization: Literal["int8", "int4"] | None = "int4"
     embeddings: bool = False
 
     def _open_student(self) -> None:

@@ -72,8 +72,8 @@ class _Divergence(torch.autograd.Function):
     """Nats ``[rows]``, and the gradient by the logits in the same pass: rows as wide as the vocabulary cost
     more to read than to compute.
 
-    Over the whole vocabulary it is the difference of both distributions. Where only likeliest tokens are
-    known, it follows from the gradient by the student's log-probabilities of those.
+    The gradient is the difference of both distributions, where only likeliest tokens are known, too: what is
+    left out then counts as one token, and its part is dealt out among the student's.
     """
 
     @staticmethod
@@ -115,19 +115,8 @@ def _compare_likeliest(ids: torch.Tensor, ours: torch.Tensor, theirs: torch.Tens
     chances = theirs.exp()
     rest, our_rest = _left_out(theirs), _left_out(known)
     apart = torch.linalg.vecdot(chances, theirs - known) + rest * (rest.log() - our_rest.log())
-    each = known.exp().mul_((rest / our_rest)[:, None]).sub_(chances)
-    ours.exp_().mul_(-each.sum(-1, keepdim=True)).scatter_add_(-1, ids, each)
+    ours.exp_().mul_((1 - rest / our_rest)[:, None]).scatter_(-1, ids, known.exp() - chances)
     return apart
-
-
-def _left_out(log_probs: torch.Tensor) -> torch.Tensor:
-    return (1 - log_probs.exp().sum(-1)).clamp_min(_LEAST)
-
-
-def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """By the logits alone: a teacher learns nothing."""
-        (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0][:, None].to(gradient.dtype), None
 
 
 def _left_out(log_probs: torch.Tensor) -> torch.Tensor:

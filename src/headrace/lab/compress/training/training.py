@@ -21,7 +21,15 @@ from headrace.lab.compress.algorithms.scaling import Weights
 from headrace.lab.compress.calibration import Calibration, read_calibration, require_apart
 from headrace.lab.compress.formats.publish import published
 from headrace.lab.compress.training.checkpoints import State, kept_step
-from headrace.lab.compress.training.data import SELF, Data, ask_itself, generate, read_prompts, some_prompts, split
+from headrace.lab.compress.training.data import (
+    SELF,
+    Data,
+    ask_itself,
+    generate,
+    read_prompts,
+    some_prompts,
+    split,
+)
 from headrace.lab.compress.training.losses import Terms
 from headrace.lab.compress.training.output import Output
 from headrace.lab.compress.training.report import Point, TrainingReport
@@ -195,9 +203,7 @@ class Training(ABC):
         """Up to ``count`` different ones."""
         if self.asked.data == SELF:
             return self._questions[:count]
-        found = read_prompts(
-            self.asked.data, self.tokenizer, chats_only=chats_only, progress=self.downloads
-        )
+        found = read_prompts(self.asked.data, self.tokenizer, chats_only=chats_only, progress=self.downloads)
         return some_prompts(found, count)
 
     def _ask_itself(self, work: Work) -> list[list[int]]:
