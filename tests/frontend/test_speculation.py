@@ -59,7 +59,7 @@ def test_a_model_that_is_always_wrong(smollm2_path: Path, tmp_path: Path) -> Non
     config = {
         "method": "draft_model",
         "model": str(random_model(tmp_path / "random", 49152, files["tokenizer.json"])),
-        "quantization": "int8",
+        "quantization": "int4",
         "kv_cache_memory_bytes": 2**20,
     }
     params = SamplingParams(max_tokens=160, temperature=0, ignore_eos=True)

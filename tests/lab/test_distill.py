@@ -183,6 +183,28 @@ def test_a_list_of_likeliest_tokens_never_says_more_than_all() -> None:
     )
 
 
+@pytest.mark.parametrize("likeliest", [None, 10])
+def test_the_gradient_of_the_divergence_is_that_of_its_definition(likeliest: int | None) -> None:
+    draw = torch.Generator().manual_seed(2)
+    teacher = torch.randn(70, 50, generator=draw, dtype=torch.float64).log_softmax(-1)
+    logits = torch.randn(70, 50, generator=draw).requires_grad_()
+    rows = torch.rand(70, generator=draw)
+    wide = logits.detach().double().requires_grad_()
+    ours = wide.log_softmax(-1)
+    told = Distribution(teacher.float())
+    if likeliest is not None:
+        best = teacher.topk(likeliest)
+        told = Distribution(best.values.float(), best.indices)
+        known = ours.gather(-1, best.indices)
+        teacher = torch.cat((best.values, (1 - best.values.exp().sum(-1, True)).log()), -1)
+        ours = torch.cat((known, (1 - known.exp().sum(-1, True)).log()), -1)
+    expected = (teacher.exp() * (teacher - ours)).sum(-1)
+    (expected * rows).sum().backward()
+    (divergence(logits / 2, told, temperature=0.5) * rows).sum().backward()
+    assert wide.grad is not None and logits.grad is not None
+    assert torch.allclose(logits.grad.double(), wide.grad, atol=1e-6)
+
+
 def test_another_vocabulary_is_refused_with_the_first_difference(
     train: Train, files: Path, tmp_path: Path
 ) -> None:

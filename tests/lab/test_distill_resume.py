@@ -117,12 +117,12 @@ def test_accumulating_gradients_changes_nothing_but_the_last_bits(
 
 
 def test_it_ends_where_it_gets_no_better(files: Path, tmp_path: Path) -> None:
-    """A student that is the teacher can only get worse: it ends soon, as it began."""
+    """A student that is the teacher has nothing to learn: its gradients are none, and it ends soon."""
     (tmp_path / "all.yaml").write_text("layers: 3\n")
     same = job(files, tmp_path / "out", steps=200, evaluations=100, patience=2, warmup=0.0)
     report = Distillation(same.asked, student=str(tmp_path / "all.yaml")).run()
     assert (report.stopped, report.steps) == ("no better", 4)
-    assert report.kl_after < report.history[-1].kl
+    assert max(point.kl for point in report.history) < 1e-6
 
 
 def test_a_full_disk_is_told_and_nothing_half_written_appears(files: Path, tmp_path: Path) -> None:

@@ -120,13 +120,16 @@ def test_chunks_meet_without_a_seam() -> None:
         np.testing.assert_array_equal(quantized(dense[rows], "int4").codes, whole.codes[rows])
 
 
-def test_embeddings_and_heads_stay_at_eight_bits() -> None:
+def test_embeddings_and_heads_stay_at_eight_bits_but_for_who_drafts() -> None:
     dense = np.random.default_rng(4).normal(size=(64, 64)).astype(np.float32)
 
     def bits(name: str, tensor: np.ndarray) -> int | None:
         narrowed = narrow(name, tensor, "int4")
         return narrowed.bits if isinstance(narrowed, QuantTensor) else None
 
+    for name in ("embed.weight", "head.weight"):
+        drafting = narrow(name, dense, "int4-all")
+        assert isinstance(drafting, QuantTensor) and drafting.bits == 4
     assert bits("embed.weight", dense) == 8
     assert bits("head.weight", dense) == 8
     assert bits("layers.0.feed_forward.up.weight", dense) == 4

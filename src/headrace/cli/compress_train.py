@@ -45,8 +45,9 @@ DataSet = Annotated[
     str,
     typer.Option(
         "--data",
-        metavar="FILE|default",
-        help="JSON Lines with text, messages, or prompt and completion; default: a mix out of packages.",
+        metavar="FILE|default|self",
+        help="JSON Lines with text, messages, or prompt and completion; default: a mix out of packages; "
+        "self: questions that a chat model makes up.",
     ),
 ]
 Template = Annotated[
@@ -210,11 +211,15 @@ def draft(
     target: Annotated[str, typer.Argument(metavar="TARGET", help=options.REFERENCE_HELP)],
     output: Output,
     layers: Annotated[
-        int | None, typer.Option(help="Of the target's, that the draft has; default: an eighth of them.")
+        str | None,
+        typer.Option(
+            metavar="COUNT|NUMBERS",
+            help="Of the target's: so many, evenly spread, or 0,1,29: these; default: an eighth of them.",
+        ),
     ] = None,
     quantization: Annotated[
         Literal["int8", "int4", "off"], typer.Option(help="How the draft is narrowed when it is loaded.")
-    ] = "int8",
+    ] = "int4",
     minutes: Minutes = None,
     steps: Steps = None,
     learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 6e-4,
@@ -231,6 +236,7 @@ def draft(
     generate: Generate = 512,
     new_tokens: NewTokens = 128,
     generate_temperature: Heat = 0.7,
+    top_k: Annotated[int, typer.Option(help="Learn the target's likeliest tokens only.")] = 64,
     threads: options.Threads = 0,
 ) -> None:
     """Make a small model that drafts for TARGET, and measure whether that pays on this machine."""
@@ -258,15 +264,28 @@ def draft(
         generate=generate,
         new_tokens=new_tokens,
         generate_temperature=generate_temperature,
+        top_k=top_k,
         evaluate=False,
         threads=threads,
     )
     narrowed = None if quantization == "off" else quantization
-    _run(lambda **told: Draft(asked, layers=layers, quantization=narrowed, **told))
+    chosen = None if layers is None else _layers(layers)
+    _run(lambda **told: Draft(asked, layers=chosen, quantization=narrowed, **told))
     setting = f'"method": "draft_model", "model": "{output}"'
     if narrowed is not None:
         setting += f', "quantization": "{narrowed}"'
     print(f"headrace serve {target} --speculative-config '{{{setting}}}'")
+
+
+def _layers(text: str) -> int | list[int]:
+    """A count, or numbers between commas."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--layers: {text!r} must be a count, or numbers of layers: 4, or 0,1,29."
+        ) from None
+    return numbers if "," in text else numbers[0]
 
 
 def _schedule(minutes: float | None, steps: int | None, **settings: Any) -> Schedule:

@@ -48,7 +48,9 @@ def plan_draft(
         return None
     from headrace.model.weights import open_checkpoint
 
-    checkpoint = open_checkpoint(Path(str(speculative.model)), quantization=speculative.quantization)
+    # a head takes most of a small draft's time, and its errors cost drafts, never an answer
+    narrow = "int4-all" if speculative.quantization == "int4" else speculative.quantization
+    checkpoint = open_checkpoint(Path(str(speculative.model)), quantization=narrow)
     architecture = checkpoint.architecture
     if architecture.encoder is not None or target.encoder is not None:
         raise ConfigError(

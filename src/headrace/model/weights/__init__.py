@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from headrace.errors import ModelFormatError, ModelNotFoundError
 from headrace.model.checkpoint import Checkpoint
 
+if TYPE_CHECKING:
+    from headrace.model.weights.load_quantization import Quantization
+
 __all__ = ["open_checkpoint"]
 
 
-def open_checkpoint(path: Path, *, quantization: Literal["int8", "int4"] | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, *, quantization: Quantization | None = None) -> Checkpoint:
     """Open a GGUF file or a folder that holds one; a folder of config.json and safetensors, or one such file.
 
     ``quantization`` narrows float weights while they are loaded; those quantised already keep their format.
@@ -49,13 +52,13 @@ def open_checkpoint(path: Path, *, quantization: Literal["int8", "int4"] | None 
     )
 
 
-def _open_gguf(path: Path, quantization: Literal["int8", "int4"] | None) -> Checkpoint:
+def _open_gguf(path: Path, quantization: Quantization | None) -> Checkpoint:
     from headrace.model.weights.gguf_checkpoint import GGUFCheckpoint
 
     return GGUFCheckpoint(path, quantization=quantization)
 
 
-def _open_safetensors(path: Path, quantization: Literal["int8", "int4"] | None) -> Checkpoint:
+def _open_safetensors(path: Path, quantization: Quantization | None) -> Checkpoint:
     from headrace.model.weights.safetensors import SafetensorsCheckpoint
 
     return SafetensorsCheckpoint(path, quantization=quantization)

@@ -11,7 +11,8 @@ from headrace.errors import ConfigError, ModelFormatError
 from headrace.model.checkpoint import Dense, Tensor
 from headrace.model.quant_tensor import QuantTensor
 
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "int4-all"]
+"""``int4-all``: embeddings and head, too, for who drafts: its errors cost time, never an answer."""
 
 GROUP_SIZE = 32
 _CHUNK_ELEMENTS = 1 << 20  # float32 working set per pass: 4 MiB, whatever the size of the tensor
@@ -23,15 +24,17 @@ _EMBEDDINGS = ("embed.weight", "head.weight")
 def narrow(name: str, tensor: Tensor, quantization: Quantization | None) -> Tensor:
     """A checkpoint's tensor as ``quantization`` wants it held; what is quantised already stays as it is.
 
-    Norms and biases keep their type. The embedding and the output head never go below int8: their errors
-    reach every logit undamped, and they are read one row, or one pass, per token.
+    Norms and biases keep their type. The embedding and the output head go below int8 with ``int4-all`` only:
+    their errors reach every logit undamped, and they are read one row, or one pass, per token.
     """
     if quantization is None or isinstance(tensor, QuantTensor) or tensor.ndim != 2:
         return tensor
+    if quantization == "int4-all":
+        return quantize(tensor, "int4", name=name)
     return quantize(tensor, "int8" if name in _EMBEDDINGS else quantization, name=name)
 
 
-def quantize(dense: Dense, quantization: Quantization, *, name: str = "the weight") -> Tensor:
+def quantize(dense: Dense, quantization: Literal["int8", "int4"], *, name: str = "the weight") -> Tensor:
     """Round a float matrix ``[n, k]`` to the nearest codes, in groups of 32 along ``k``.
 
     ``int8`` is symmetric (zero point 128, codes 1 … 255); ``int4`` has a minimum per group. Scales are

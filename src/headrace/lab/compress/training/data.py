@@ -20,6 +20,11 @@ from headrace.model.store import Progress
 
 TEXT_PROMPT_TOKENS = 32
 """Of a text, what is given to be continued; the text goes on to the next prompt a page later."""
+SELF = "self"
+"""The source whose prompts are questions that the model makes up."""
+_QUESTION_TOKENS = 96  # of one that it makes up, at most: longer ones wander
+_QUESTION_HEAT = 0.8  # at 1 a small model asks what nobody would
+_TRIES = 3  # times as many questions as are wanted, at most, are begun
 _PAGE = 256
 _AT_A_TIME = 64  # prompts between two reports of progress
 
@@ -94,6 +99,59 @@ def _prompts(
         ids = tokenizer.encode(text)
         for start in range(0, len(ids), _PAGE):
             yield ids[start : start + TEXT_PROMPT_TOKENS]
+
+
+def ask_itself(
+    model: Path,
+    tokenizer: Tokenizer,
+    count: int,
+    *,
+    longest: int,
+    seed: int,
+    threads: int,
+    progress: Progress,
+) -> list[list[int]]:
+    """Up to ``count`` different questions, in the chat template, that a chat model makes up when it is given
+    how a user's turn begins and nothing else. Runs on the engine; the same call gives the same ones.
+    ``longest``: tokens of one, with its template.
+
+    Source: Xu et al., "Magpie: Alignment Data Synthesis from Scratch" (arXiv 2406.08464). Raises ConfigError
+    for a model without a template, or that asks nothing.
+    """
+    template = template_of(tokenizer)
+    if template is None:
+        raise ConfigError(
+            f"--data {SELF}: {model} has no chat template, so it has not learned what users ask."
+        )
+    mark = "\ue000"  # of no language
+    begun, _, _ = template.render([{"role": "user", "content": mark}]).partition(mark)
+    prompt = tokenizer.encode(begun, add_special_tokens=False)
+    room = min(_QUESTION_TOKENS, longest - len(prompt))
+    if room < 1:
+        raise ConfigError(
+            f"--sequence-length leaves no room for questions: a template alone is {len(prompt)}."
+        )
+    found: dict[tuple[int, ...], None] = {}
+    with LLM(str(model), max_model_len=len(prompt) + room, threads=threads) as llm:
+        for start in range(0, _TRIES * count, _AT_A_TIME):
+            if len(found) >= count:
+                break
+            progress("asking", len(found), count)
+            params = [
+                SamplingParams(temperature=_QUESTION_HEAT, max_tokens=room, seed=seed + start + number)
+                for number in range(_AT_A_TIME)
+            ]
+            for answer in llm.generate([prompt] * _AT_A_TIME, params, use_tqdm=False):
+                said = answer.outputs[0]
+                if said.finish_reason == "stop" and (text := said.text.strip()):
+                    asked = template.render([{"role": "user", "content": text}])
+                    ids = tokenizer.encode(asked, add_special_tokens=False)
+                    if len(ids) <= longest:
+                        found[tuple(ids)] = None
+    if not found:
+        raise ConfigError(f"--data {SELF}: {model} made up no question: give prompts in a file.")
+    progress("asking", count, count)
+    return [list(one) for one in found][:count]
 
 
 def generate(

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from headrace.errors import ConfigError
-from headrace.lab.compress.training.data import read_prompts, some_prompts
 from headrace.lab.compress.training.distill import Distillation
 from headrace.lab.compress.training.drafting import MAX_PROMPTS, measure_drafting
 from headrace.lab.compress.training.report import TrainingReport
 from headrace.lab.compress.training.sizes import Sizes
+from headrace.lab.compress.work import Work
 
 
 @dataclass(eq=False)
 class Draft(Distillation):
-    """``layers``: how many of the target's. Prompts that the draft is measured on teach it nothing.
+    """``layers``: how many of the target's, or which. Prompts that the draft is measured on teach it nothing.
 
     ``quantization``: how the draft's floats are narrowed when it is loaded, measured so, too.
     """
 
     kind: ClassVar[Literal["distill", "repair", "draft"]] = "draft"
 
-    layers: int | None = None
-    quantization: Literal["int8", "int4"] | None = "int8"
+    spare_prompts: ClassVar[int] = MAX_PROMPTS
+
+    layers: int | list[int] | None = None
+    quantization: Literal["int8", "int4"] | None = "int4"
     embeddings: bool = False
 
     def _open_student(self) -> None:
@@ -31,9 +34,9 @@ class Draft(Distillation):
         if count < 2:
             raise ConfigError(f"{self.asked.teacher} has one layer: there is no smaller model to make of it.")
         layers = self.layers if self.layers is not None else max(1, count // 8)
-        if not 1 <= layers < count:
+        if not 1 <= (layers if isinstance(layers, int) else len(layers)) < count:
             raise ConfigError(
-                f"--layers: {layers} must lie between 1 and {count - 1}, less than the target has."
+                f"--layers: {layers} must be 1 to {count - 1} of the target's {count} layers, less than all."
             )
         self._sizes = Sizes(layers=layers)
         super()._open_student()
@@ -48,10 +51,7 @@ class Draft(Distillation):
 
     def _all_prompts(self) -> tuple[list[list[int]], list[list[int]]]:
         """Those that are measured on, spread over all, and those that the target answers for its draft."""
-        found = some_prompts(
-            read_prompts(self.asked.data, self.tokenizer, chats_only=True, progress=self.downloads),
-            self.asked.generate + MAX_PROMPTS,
-        )
+        found = self._some_prompts(self.asked.generate + MAX_PROMPTS, chats_only=True)
         room = self.length // 2
         found = [prompt for prompt in found if len(prompt) <= room]
         if len(found) < 4:
@@ -64,9 +64,15 @@ class Draft(Distillation):
         held = [prompt for number, prompt in enumerate(found) if number in chosen]
         return held, [prompt for number, prompt in enumerate(found) if number not in chosen]
 
+    def _store_in(self, work: Work) -> Path | None:
+        """What the target says is looked up once: a draft is small, and sees its data several times."""
+        return work.path / "logits"
+
     def _architecture_name(self) -> str:
         assert self._sizes is not None
-        return f"{self._sizes.layers} of {len(self.teacher.architecture.layers)} layers"
+        count = len(self.teacher.architecture.layers)
+        chosen = self._sizes.chosen(self.teacher.architecture)
+        return f"layers {', '.join(map(str, chosen))} of {count}"
 
     def _about_student(self) -> dict[str, Any]:
         return super()._about_student() | {"student": f"{self.asked.teacher}, {self._architecture_name()}"}

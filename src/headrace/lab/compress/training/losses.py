@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from headrace.lab.compress.algorithms.forward import head_logits, head_name
 from headrace.lab.compress.algorithms.scaling import Weights
-from headrace.lab.compress.training.network import Sequences
+from headrace.lab.compress.training.network import Sequences, narrowed
 from headrace.model.architecture import Architecture
 
 _ROWS = 128  # of logits at a time
+_COMPARED = 32  # of those, compared at a time: what is between them and their gradient stays in the caches
 _LEAST = 1e-7  # probability of all that a list of likeliest tokens leaves out
 
 
@@ -61,13 +63,60 @@ def divergence(logits: torch.Tensor, teacher: Distribution, temperature: float =
 
     Where only the likeliest tokens are known, the others count as one: that is at most the whole divergence.
     """
-    ours = (logits / temperature).log_softmax(-1)
-    if teacher.ids is None:
-        return F.kl_div(ours, teacher.log_probs, log_target=True, reduction="none").sum(-1)
-    ours = ours.gather(-1, teacher.ids)
-    known = F.kl_div(ours, teacher.log_probs, log_target=True, reduction="none").sum(-1)
-    rest, our_rest = _left_out(teacher.log_probs), _left_out(ours)
-    return known + rest * (rest.log() - our_rest.log())
+    scaled = logits if temperature == 1.0 else logits / temperature
+    found: torch.Tensor = _Divergence.apply(scaled, teacher.log_probs, teacher.ids)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Divergence(torch.autograd.Function):
+    """Nats ``[rows]``, and the gradient by the logits in the same pass: rows as wide as the vocabulary cost
+    more to read than to compute.
+
+    The gradient is the difference of both distributions, where only likeliest tokens are known, too: what is
+    left out then counts as one token, and its part is dealt out among the student's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, log_probs: torch.Tensor, ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``logits [rows, vocab]``; ``log_probs`` and ``ids`` of a Distribution."""
+        found = torch.empty(len(logits))
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        for start in range(0, len(logits), _COMPARED):
+            rows = slice(start, start + _COMPARED)
+            ours, theirs = logits[rows].float().log_softmax(-1), log_probs[rows]
+            compare = _compare if ids is None else partial(_compare_likeliest, ids[rows])
+            found[rows] = compare(ours, theirs)
+            if gradient is not None:
+                gradient[rows] = ours
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """By the logits alone: a teacher learns nothing."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0][:, None].to(gradient.dtype), None, None
+
+
+def _compare(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """The divergence of each row; log-probabilities ``ours`` become its gradient by the logits."""
+    chances = theirs.exp()
+    apart = torch.linalg.vecdot(chances, theirs - ours)
+    torch.sub(ours.exp_(), chances, out=ours)
+    return apart
+
+
+def _compare_likeliest(ids: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """The same where ``theirs`` are of tokens ``ids``."""
+    known = ours.gather(-1, ids)
+    chances = theirs.exp()
+    rest, our_rest = _left_out(theirs), _left_out(known)
+    apart = torch.linalg.vecdot(chances, theirs - known) + rest * (rest.log() - our_rest.log())
+    ours.exp_().mul_((1 - rest / our_rest)[:, None]).scatter_(-1, ids, known.exp() - chances)
+    return apart
 
 
 def _left_out(log_probs: torch.Tensor) -> torch.Tensor:
@@ -83,33 +132,36 @@ def backward(
     terms: Terms,
     rows_in_step: int,
     pairs: Mapping[int, int],
+    *,
+    bf16: bool = False,
 ) -> float:
     """Add this part's gradients to those of the step's parameters; its share of the step's mean loss.
 
     ``streams``: of the student, as :func:`run_layers` gives them. ``pairs``: which of the teacher's layers
-    each of the student's is compared with.
+    each of the student's is compared with. ``bf16``: the head is multiplied in bfloat16.
     """
     final = streams[-1]
     head = {
-        name: tensor.detach().requires_grad_(tensor.requires_grad)
+        name: tensor.detach().requires_grad_() if tensor.requires_grad else narrowed(tensor, bf16)
         for name, tensor in weights.items()
         if name.startswith(("final_norm.", f"{head_name(architecture)}."))
     }
     cut = final.detach().requires_grad_()
     total = 0.0
     following = _following(sequences)
-    for start in range(0, len(final), _ROWS):
-        rows = slice(start, min(start + _ROWS, len(final)))
-        logits = head_logits(architecture, head, cut[rows]).float()
-        each = divergence(logits, targets.rows(rows.start, rows.stop), terms.temperature)
-        loss = terms.temperature**2 * each.sum()
-        if terms.cross_entropy:
-            loss = loss + terms.cross_entropy * F.cross_entropy(
-                logits, following[rows], ignore_index=-1, reduction="sum"
-            )
-        loss = loss / rows_in_step
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):  # one for all rows: a cast head is kept
+        for start in range(0, len(final), _ROWS):
+            rows = slice(start, min(start + _ROWS, len(final)))
+            logits = head_logits(architecture, head, cut[rows])
+            each = divergence(logits, targets.rows(rows.start, rows.stop), terms.temperature)
+            loss = terms.temperature**2 * each.sum()
+            if terms.cross_entropy:
+                loss = loss + terms.cross_entropy * F.cross_entropy(
+                    logits.float(), following[rows], ignore_index=-1, reduction="sum"
+                )
+            loss = loss / rows_in_step
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
     roots: list[torch.Tensor] = [final]
     gradients: list[torch.Tensor | None] = [cut.grad]
     for name, tensor in head.items():

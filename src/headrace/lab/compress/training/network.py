@@ -19,8 +19,8 @@ def run_layers(
 ) -> list[torch.Tensor]:
     """The residual stream ``[rows, hidden]`` after each layer, float32; sequences lie one behind the other.
 
-    ``weights``: float32, by canonical name. ``bf16``: matrices are multiplied in bfloat16; norms, softmax and
-    the residual stream keep float32.
+    ``weights``: float32, by canonical name; with ``bf16`` matrices may be bfloat16, and are multiplied so.
+    Norms, softmax and the residual stream keep float32.
     """
     ids = torch.tensor([token for sequence in sequences for token in sequence])
     step = whole_sequences([len(sequence) for sequence in sequences], ids)
@@ -28,7 +28,13 @@ def run_layers(
     streams = []
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         x = ops.embed("embed", scale=architecture.embedding_scale)
+        x = x.float() if x.dtype == torch.bfloat16 else x
         for index, layer in enumerate(architecture.layers):
             x = decode_layer(ops, x, layer, index)
             streams.append(x)
     return streams
+
+
+def narrowed(tensor: torch.Tensor, bf16: bool) -> torch.Tensor:
+    """A matrix that is not trained, as it is multiplied: cast once, where autocast would do it every time."""
+    return tensor.detach().bfloat16() if bf16 and tensor.ndim == 2 else tensor.detach()

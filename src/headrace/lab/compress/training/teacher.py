@@ -17,7 +17,7 @@ from headrace.lab.compress.algorithms.forward import head_logits
 from headrace.lab.compress.algorithms.scaling import Weights
 from headrace.lab.compress.formats.shards import Shards
 from headrace.lab.compress.training.losses import Distribution, Targets
-from headrace.lab.compress.training.network import Sequences, run_layers
+from headrace.lab.compress.training.network import Sequences, narrowed, run_layers
 from headrace.model.architecture import Architecture
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.weights.safetensors_file import SafetensorsFile
@@ -43,11 +43,13 @@ class LiveTargets:
     streams: list[torch.Tensor]
     temperature: float
     top_k: int | None
+    bf16: bool
 
     def rows(self, start: int, stop: int) -> Distribution:
         """See Targets."""
         with torch.no_grad():
-            logits = head_logits(self.architecture, self.weights, self.streams[-1][start:stop]).float()
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+                logits = head_logits(self.architecture, self.weights, self.streams[-1][start:stop]).float()
             log_probs = (logits / self.temperature).log_softmax(-1)
             if self.top_k is None:
                 return Distribution(log_probs)
@@ -59,7 +61,8 @@ class LiveTargets:
 class LiveTeacher:
     """The model, its ``weights`` in float32. ``top_k``: only so many likeliest tokens are told.
 
-    ``hidden``: the residual streams of all layers are told, not the last one's alone.
+    ``bf16``: it keeps matrices in bfloat16 and multiplies them so. ``hidden``: the residual streams of all
+    layers are told, not the last one's alone.
     """
 
     architecture: Architecture
@@ -70,13 +73,16 @@ class LiveTeacher:
     bf16: bool = False
     hidden: bool = False
 
+    def __post_init__(self) -> None:
+        self.weights = {name: narrowed(tensor, self.bf16) for name, tensor in self.weights.items()}
+
     def targets(self, numbers: Sequence[int]) -> LiveTargets:
         """See Teacher."""
         with torch.no_grad():
             some = [self.sequences[number] for number in numbers]
             streams = run_layers(self.architecture, self.weights, some, bf16=self.bf16)
         told = streams if self.hidden else streams[-1:]
-        return LiveTargets(self.architecture, self.weights, told, self.temperature, self.top_k)
+        return LiveTargets(self.architecture, self.weights, told, self.temperature, self.top_k, self.bf16)
 
 
 @dataclass(frozen=True, slots=True)

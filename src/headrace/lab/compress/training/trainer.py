@@ -124,6 +124,7 @@ class Trainer:
             ],
             lr=self.schedule.learning_rate,
             betas=_BETAS,
+            fused=True,
         )
 
     def _step(self, optimizer: torch.optim.Optimizer, state: State) -> None:
@@ -144,6 +145,7 @@ class Trainer:
                 self.terms,
                 rows,
                 self.pairs,
+                bf16=self.schedule.bf16,
             )
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters.values(), self.schedule.clip)
         if not (math.isfinite(loss) and math.isfinite(float(norm))):

@@ -21,7 +21,15 @@ from headrace.lab.compress.algorithms.scaling import Weights
 from headrace.lab.compress.calibration import Calibration, read_calibration, require_apart
 from headrace.lab.compress.formats.publish import published
 from headrace.lab.compress.training.checkpoints import State, kept_step
-from headrace.lab.compress.training.data import Data, generate, read_prompts, some_prompts, split
+from headrace.lab.compress.training.data import (
+    SELF,
+    Data,
+    ask_itself,
+    generate,
+    read_prompts,
+    some_prompts,
+    split,
+)
 from headrace.lab.compress.training.losses import Terms
 from headrace.lab.compress.training.output import Output
 from headrace.lab.compress.training.report import Point, TrainingReport
@@ -78,12 +86,15 @@ class Training(ABC):
     """
 
     kind: ClassVar[Literal["distill", "repair", "draft"]]
+    spare_prompts: ClassVar[int] = 0
+    """How many prompts are wanted beside those that are answered."""
 
     asked: Asked
     progress: model_store.Progress = lambda what, done, total: None
     note: Callable[[str], None] = lambda line: None
     downloads: model_store.Progress | None = None
     teacher: Checkpoint = field(init=False)
+    _questions: list[list[int]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         asked = self.asked
@@ -96,6 +107,8 @@ class Training(ABC):
                 f"--top-k: {asked.top_k} must lie between 1 and the {self.teacher.architecture.vocab_size} "
                 "tokens of the vocabulary; leave it out for all of them."
             )
+        if asked.data == SELF and (asked.samples or not asked.generate):
+            raise ConfigError(f"--data {SELF} are questions: give --samples 0, and --generate for answers.")
         if asked.store is not None and (asked.top_k is None or asked.terms.hidden):
             raise ConfigError("--store keeps likeliest tokens: give --top-k, and no --hidden-weight.")
         self._open_student()
@@ -135,6 +148,8 @@ class Training(ABC):
             torch.set_num_threads(self.asked.threads)
         self.output.remove_partial()
         with self.output.work(self._about()) as work:
+            if self.asked.data == SELF:
+                self._questions = self._ask_itself(work)
             data = self._data(work)
             self._require_apart(data)
             weights = float_weights(self.teacher)
@@ -182,9 +197,30 @@ class Training(ABC):
 
     def _prompts(self) -> list[list[int]]:
         """What the teacher is asked, if it makes sequences itself."""
-        return some_prompts(
-            read_prompts(self.asked.data, self.tokenizer, progress=self.downloads), self.asked.generate
-        )
+        return self._some_prompts(self.asked.generate)
+
+    def _some_prompts(self, count: int, *, chats_only: bool = False) -> list[list[int]]:
+        """Up to ``count`` different ones."""
+        if self.asked.data == SELF:
+            return self._questions[:count]
+        found = read_prompts(self.asked.data, self.tokenizer, chats_only=chats_only, progress=self.downloads)
+        return some_prompts(found, count)
+
+    def _ask_itself(self, work: Work) -> list[list[int]]:
+        """Questions that the teacher makes up, as many as are answered and measured on."""
+        found = work.value("questions")
+        if found is None:
+            found = ask_itself(
+                self._teacher_path,
+                self.tokenizer,
+                self.asked.generate + self.spare_prompts,
+                longest=self.length // 2,
+                seed=self.asked.schedule.seed,
+                threads=self.asked.threads,
+                progress=self.progress,
+            )
+            work.keep_value("questions", found)
+        return list(found)
 
     def _data(self, work: Work) -> Data:
         asked = self.asked
@@ -238,8 +274,9 @@ class Training(ABC):
             hidden=asked.terms.hidden > 0,
         )
         teacher: Teacher = live
-        if asked.store is not None:
-            teacher = self._stored(asked.store, live, data)
+        store_in = self._store_in(work)
+        if store_in is not None:
+            teacher = self._stored(store_in, live, data)
         return Trainer(
             student,
             teacher,
@@ -253,6 +290,10 @@ class Training(ABC):
             progress=self.progress,
             note=self.note,
         )
+
+    def _store_in(self, work: Work) -> Path | None:
+        """Where the teacher's likeliest tokens are kept, if they are."""
+        return self.asked.store
 
     def _stored(self, folder: Path, live: LiveTeacher, data: Data) -> StoredTeacher:
         about = {
