@@ -10,9 +10,9 @@ run by transformers, which rounds them with one scale a token, as such files ask
 
 What is finished is kept, and the next call goes on: a call may be ended at any time. At the end come the
 table, the picture of what was rounded, and the bars: which recipe diverges less than which, in pairs over the
-same stretches of text; divergence, size, time and memory. Times are of the processors, all of them together, so
-that they hold on a busy machine too; two that share the work take half as long at best. Exits with 1 if a bar
-does not hold.
+same stretches of text; divergence, size, time and memory. Times are of all processors together, so that they
+hold on a busy machine too; two that share the work take half as long at best. Exits with 1 if a bar does not
+hold.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Bench:
         return float(json.loads(path.read_text()))
 
     def processor_seconds(self, name: str) -> float | None:
-        """That a recipe took of all processors, start and writing included; None if it was ended in between."""
+        """Of all processors, for a recipe, start and writing included; None if it was ended in between."""
         seconds: float | None = json.loads(self._seconds(name).read_text())
         return seconds
 
