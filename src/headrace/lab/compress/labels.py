@@ -27,7 +27,7 @@ def place_labels(axis: Axes, points: Mapping[str, tuple[float, float]]) -> list[
     """Write each name beside its point, with a thin line where it is not level with it; in their order.
 
     A label takes the place, of those around its point from near to far, that covers least of the labels
-    before it, of all points, of the axis' lines and legend, and that leaves the axis least; its line likewise.
+    before it, of all points, of the axis' lines and legend, and leaves the axis least; its line likewise.
     Everything else has to be drawn before; labels do not move the axis.
     """
     figure = axis.get_figure()
