@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.text import Annotation
 
@@ -36,10 +37,10 @@ def place_labels(axis: Axes, points: Mapping[str, tuple[float, float]]) -> list[
     legend = axis.get_legend()
     marks = axis.transData.transform(list(points.values()))
     drawn = _Drawn(
-        inside=axis.get_window_extent().extents,
+        inside=_box(axis),
         marks=marks,
         spots=np.concatenate([marks, *_along_lines(axis)]),
-        boxes=[] if legend is None else [legend.get_window_extent().extents],
+        boxes=[] if legend is None else [_box(legend)],
         points_per_pixel=72 / figure.dpi,
     )
     found = []
@@ -49,11 +50,11 @@ def place_labels(axis: Axes, points: Mapping[str, tuple[float, float]]) -> list[
         least, best = float("inf"), (_NEAR, 0)
         for place in _places():
             _put(label, place)
-            cost = drawn.cost(label.get_window_extent().padded(1).extents, mark, place)
+            cost = drawn.cost(_box(label, 1), mark, place)
             if cost < least:
                 least, best = cost, place
         _put(label, best)
-        drawn.boxes.append(label.get_window_extent().padded(1).extents)
+        drawn.boxes.append(_box(label, 1))
         if best[1]:
             pen = {"arrowstyle": "-", "color": _GREY, "lw": 0.6, "shrinkA": 0}
             axis.annotate("", point, best, textcoords="offset points", arrowprops=pen).set_in_layout(False)
@@ -116,6 +117,10 @@ def _along_lines(axis: Axes) -> list[Pixels]:
         steps = np.linspace(0, 1, _BETWEEN)[:, None]
         found += [start + steps * (end - start) for start, end in pairwise(ends)]
     return found
+
+
+def _box(artist: Artist, margin: float = 0) -> Pixels:
+    return np.asarray(artist.get_window_extent().padded(margin).extents)
 
 
 def _overlap(box: Pixels, other: Pixels) -> float:

@@ -37,7 +37,7 @@ class RoundStep(Targeted):
     that follow (``gptq``, arXiv 2210.17323).
 
     ``group_size`` -1: one scale per output. ``fit``: where it does not divide the inputs of all targets, take
-    the largest smaller one that does. ``average_bits``: ``bits`` is the least, and the layers that suffer
+    the largest divisor of it that does. ``average_bits``: ``bits`` is the least, and the layers that suffer
     most from it get 8, as many as keep the mean over all weights below this.
     """
 
