@@ -1,12 +1,12 @@
 """How fast each checkpoint format is served beside the native format of the same width.
 
-    python benchmarks/format_speed.py [MODEL] [--rounds 7] [--threads N] [--keep FOLDER]
+    python benchmarks/format_speed.py [MODEL] [--rounds 7] [--threads N] [--keep FOLDER] [--only WORD,WORD]
 
 MODEL is written in every format by ``headrace compress convert`` (groups of 128, or the largest that fits);
-the native ones narrow its floats while loading. All are open at once, embedding and head in int8
-(``--quantization int8``) but in native bf16, and take turns, so that the machine's moods hit all alike.
-decode: one stream of 128 tokens behind 64; batch: 16 such streams; prefill: a prompt of 1024. Medians of the
-rounds' rates, and of their ratios to the native format in the same round.
+the native ones narrow its floats while loading. All, or those with one of the words in their names, are open
+at once, embedding and head in int8 (``--quantization int8``) but in native bf16, and take turns, so that the
+machine's moods hit all alike. decode: one stream of 128 tokens behind 64; batch: 16 such streams; prefill: a
+prompt of 1024. Medians of the rounds' rates, and of their ratios to the native format in the same round.
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="Folder for the written models, found again next time.")
+    parser.add_argument("--only", default="", help="Words, split by commas: formats with one in their names.")
     arguments = parser.parse_args()
+    wanted = [one for one in FORMATS if any(word in one[0] for word in arguments.only.split(","))]
+    if not wanted:
+        parser.error(f"--only {arguments.only}: the formats are {'; '.join(name for name, *_ in FORMATS)}")
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = arguments.keep or Path(temporary)
         floats = folder / "bf16"
@@ -102,8 +106,9 @@ def main() -> None:
         subjects = [
             Subject(f"native {name}", name, opened(floats, narrowed, arguments.threads), {})
             for name, narrowed in NATIVE.items()
+            if any(name == native for *_, native in wanted)
         ]
-        for name, target, rounding, native in FORMATS:
+        for name, target, rounding, native in wanted:
             path = folder / name.replace(" ", "-").replace(",", "")
             if not path.is_dir():
                 convert(str(floats), target, path, rounding=rounding)
@@ -123,7 +128,7 @@ def show(subjects: list[Subject]) -> None:
     print(f"{capabilities.isa}, {capabilities.threads} threads; tokens/s (ratio to native)")
     workloads = list(subjects[0].rates)
     print(f"{'':28s}{'beside':8s}" + "".join(f"{workload:>18s}" for workload in workloads))
-    native = {subject.native: subject for subject in subjects[: len(NATIVE)]}
+    native = {subject.native: subject for subject in subjects if subject.name.startswith("native ")}
     for subject in subjects:
         cells = ""
         for workload in workloads:

@@ -9,6 +9,7 @@ import pytest
 from headrace.lab.compress.calibration_data import PLAYS as CALIBRATED
 from headrace.lab.compress.quantize import Asked, Quantization
 from headrace.lab.compress.report import CompressReport
+from headrace.lab.evaluate.gate import DEFAULT_GATE
 from headrace.lab.evaluate.texts import PLAYS
 from tests.lab.compressing import make_float_smollm2
 
@@ -21,6 +22,7 @@ RECIPES = {
     "gptq": "- {step: round, method: gptq, group_size: 64, symmetric: false, act_order: static}",
     "awq": "- {step: awq}\n" + _ROUND.format(method="rtn", size=64, symmetric="false"),
     "rtn-int8": "- {step: round, bits: 8, group_size: 64}",
+    "gptq-int8": "- {step: round, method: gptq, bits: 8, group_size: 64, act_order: static}",
     "w8a8": "- {step: smoothquant}\n- {step: round, bits: 8, group_size: -1, "
     "input_activations: dynamic-token}",
 }
@@ -62,6 +64,7 @@ def kl(report: CompressReport) -> float:
         ("gptq", "rtn"),
         ("awq", "rtn"),
         ("rtn-int8", "fine"),
+        ("gptq-int8", "rtn-int8"),
         ("w8a8", "fine"),
     ],
 )
@@ -74,6 +77,16 @@ def test_bars(reports: dict[str, CompressReport]) -> None:
     assert kl(reports["w8a8"]) < 0.01
     assert reports["symmetric"].size.rounded_share < 0.28
     assert reports["rtn-int8"].size.rounded_share < 0.52
+
+
+def test_the_default_gate_lets_8_bits_pass_and_refuses_4(reports: dict[str, CompressReport]) -> None:
+    for name in ("rtn-int8", "gptq-int8", "w8a8"):
+        evaluation = reports[name].evaluation
+        assert evaluation is not None
+        assert DEFAULT_GATE.failures(evaluation) == []
+    evaluation = reports["rtn"].evaluation
+    assert evaluation is not None
+    assert DEFAULT_GATE.failures(evaluation)
 
 
 def test_calibration_and_evaluation_share_no_work(reports: dict[str, CompressReport]) -> None:

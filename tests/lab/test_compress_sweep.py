@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,19 @@ def test_mixed_precision_gives_bits_to_the_layers_that_suffer(
     assert by_layer[worst] == {8}
     weights = {one["name"]: one["shape"][0] * one["shape"][1] for one in report["tensors"]}
     assert sum(bits[name] * count for name, count in weights.items()) / sum(weights.values()) <= 5.5
+
+
+def test_names_in_the_picture_do_not_cover_each_other() -> None:
+    from matplotlib.figure import Figure
+
+    from headrace.lab.compress.labels import place_labels
+
+    axis = Figure(figsize=(8, 5), dpi=110, layout="constrained").subplots()
+    points = {f"a-recipe-{index}": (108.0 + index % 3, 0.2 + 0.005 * index) for index in range(12)}
+    axis.plot([x for x, _ in points.values()], [y for _, y in points.values()], "o")
+    axis.set_ylim(0.001, 1)
+    axis.set_xlim(100, 160)
+    boxes = [label.get_window_extent() for label in place_labels(axis, points)]
+    whole = axis.get_window_extent()
+    assert all(whole.contains(x, y) for box in boxes for x, y in box.corners())
+    assert not [(a, b) for a, b in combinations(boxes, 2) if a.overlaps(b)]

@@ -37,7 +37,7 @@ class RoundStep(Targeted):
     that follow (``gptq``, arXiv 2210.17323).
 
     ``group_size`` -1: one scale per output. ``fit``: where it does not divide the inputs of all targets, take
-    the largest smaller one that does. ``average_bits``: ``bits`` is the least, and the layers that suffer
+    the largest divisor of it that does. ``average_bits``: ``bits`` is the least, and the layers that suffer
     most from it get 8, as many as keep the mean over all weights below this.
     """
 
@@ -206,6 +206,7 @@ _BUILT_IN: dict[str, list[dict[str, Any]]] = {
     "rtn-int4": [_FITTED | {"symmetric": False}],
     "awq-int4": [_AWQ, _FITTED | {"symmetric": False}],
     "gptq-int4": [_FITTED | _GPTQ],
+    "gptq-int8": [_FITTED | _GPTQ | {"bits": 8, "symmetric": True}],
     "smoothquant-w8a8": [{"step": "smoothquant"}, _W8A8],
     "fp8": [_W8A8 | {"kind": "float8"}],
     "mixed-int4-int8": [_FITTED | _GPTQ | {"average_bits": 5.0}],

@@ -132,6 +132,7 @@ def picture(entries: Sequence[Entry]) -> bytes:
 
     from headrace.lab.bench.plots import BLUE, ORANGE, STYLE
     from headrace.lab.bench.png import few_colours
+    from headrace.lab.compress.labels import place_labels
 
     best = front(entries)
     with matplotlib.rc_context(STYLE):
@@ -144,10 +145,9 @@ def picture(entries: Sequence[Entry]) -> bytes:
         axis.plot([one.size_mib for one in entries], [one.kl for one in entries], "o", color=BLUE, ms=6)
         axis.plot([one.size_mib for one in best], [one.kl for one in best], "-o", color=ORANGE, ms=7,
                   lw=1.8, label="front: nothing is smaller and nearer")  # fmt: skip
-        for entry in entries:
-            axis.annotate(entry.name, (entry.size_mib, entry.kl), xytext=(6, 5), textcoords="offset points")
         axis.margins(x=0.15, y=0.15)
         axis.legend(loc="upper right")
+        place_labels(axis, {entry.name: (entry.size_mib, entry.kl) for entry in entries})
         out = io.BytesIO()
         figure.savefig(out, format="png")
     return few_colours(out.getvalue())
