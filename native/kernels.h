@@ -99,11 +99,11 @@ struct NormArgs {
 
 enum class KvFormat : int32_t { kBf16 = 0, kInt8 = 1 };
 
-// A layer's keys and values. Blocks are kept by the extent, all layers of some neighbouring blocks together: so a
-// pool takes memory as it is filled, also in large pages. In an extent each KV head of a layer has its keys of
-// all blocks side by side, and behind all keys its values likewise, so that a context of neighbouring blocks
-// is two stretches of memory, in each extent: processors fetch ahead along those, and hardly across pieces that
-// lie apart. A partition of a context is as long as an extent.
+// A layer's keys and values. Blocks are kept by the extent, all layers of some neighbouring blocks together:
+// so a pool takes memory as it is filled, also in large pages. In an extent each KV head of a layer has its
+// keys of all blocks side by side, and behind all keys its values likewise, so that a context of neighbouring
+// blocks is two stretches of memory, in each extent: processors fetch ahead along those, and hardly across
+// pieces that lie apart. A partition of a context is as long as an extent.
 //
 // A block of 16 slots, bf16: K as [head_dim / 2][16 slots][2]; V as [8 pairs of slots][head_dim][2].
 //
