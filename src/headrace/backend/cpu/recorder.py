@@ -53,7 +53,7 @@ _OPERANDS = tuple(name for name in INSTRUCTION.names or () if INSTRUCTION[name] 
 _EMPTY: Row = {
     **dict.fromkeys(INSTRUCTION.names or (), 0),
     **dict.fromkeys(_OPERANDS, _NOWHERE),
-    "format": (0,) * len(WEIGHT_FORMAT),
+    "format": (0,) * len(WEIGHT_FORMAT.names or ()),
     "barrier": 1,
 }
 
