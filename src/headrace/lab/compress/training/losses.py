@@ -104,7 +104,7 @@ class _Divergence(torch.autograd.Function):
 def _compare(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """The divergence of each row; log-probabilities ``ours`` become its gradient by the logits."""
     chances = theirs.exp()
-    apart = torch.linalg.vecdot(chances, theirs - ours)
+    apart: torch.Tensor = torch.linalg.vecdot(chances, theirs - ours)
     torch.sub(ours.exp_(), chances, out=ours)
     return apart
 
@@ -114,7 +114,7 @@ def _compare_likeliest(ids: torch.Tensor, ours: torch.Tensor, theirs: torch.Tens
     known = ours.gather(-1, ids)
     chances = theirs.exp()
     rest, our_rest = _left_out(theirs), _left_out(known)
-    apart = torch.linalg.vecdot(chances, theirs - known) + rest * (rest.log() - our_rest.log())
+    apart: torch.Tensor = torch.linalg.vecdot(chances, theirs - known) + rest * (rest.log() - our_rest.log())
     ours.exp_().mul_((1 - rest / our_rest)[:, None]).scatter_(-1, ids, known.exp() - chances)
     return apart
 
