@@ -18,7 +18,6 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -30,12 +29,14 @@ from headrace.lab.compress.training.sizes import spread
 from headrace.model import store
 from headrace.model.checkpoint import Checkpoint, Tensor, as_float32
 from headrace.model.weights import open_checkpoint
-from headrace.model.weights.load_quantization import narrow
+from headrace.model.weights.load_quantization import Quantization, narrow
 from headrace.model.weights.tensor_shapes import expected_shapes
 
 LENGTHS = (1, 2, 3, 4)
 """Tokens of a draft."""
 CONTEXT = 256
+NARROWED: dict[str, Quantization] = {"int8": "int8", "int4": "int4-all"}
+"""What a draft's ``quantization`` does to it while it is loaded."""
 IN_A_ROW = 8
 """Steps of one model before the next has its turn."""
 
@@ -43,10 +44,10 @@ IN_A_ROW = 8
 class FewLayers:
     """Some layers of a checkpoint, made floats and narrowed as a draft is. Implements Checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, layers: int, quantization: Literal["int8", "int4"]) -> None:
+    def __init__(self, checkpoint: Checkpoint, layers: int, quantization: Quantization) -> None:
         self._checkpoint = checkpoint
         self._layers = spread(len(checkpoint.architecture.layers), layers)
-        self._quantization: Literal["int8", "int4-all"] = "int8" if quantization == "int8" else "int4-all"
+        self._quantization = quantization
         chosen = tuple(checkpoint.architecture.layers[index] for index in self._layers)
         self.path = checkpoint.path
         self.architecture = replace(checkpoint.architecture, layers=chosen)
@@ -152,7 +153,16 @@ def main() -> None:
     drafts: list[Timed] = []
     for text in arguments.drafts:
         layers, _, bits = text.partition(":")
-        runner = opened(FewLayers(source, int(layers), bits))
+        narrowed = NARROWED.get(bits)
+        if (
+            narrowed is None
+            or not layers.isdigit()
+            or not 1 <= int(layers) <= len(source.architecture.layers)
+        ):
+            parser.error(
+                f"--drafts: {text!r} must be a number of the model's layers and int8 or int4: 4:int4"
+            )
+        runner = opened(FewLayers(source, int(layers), narrowed))
         drafts.append(Timed(text, runner, step(runner, 1, len(source.architecture.kv_groups)), []))
     everything = [*(timed for steps in targets.values() for timed in steps), *drafts]
     for turn in range(1 + arguments.steps // IN_A_ROW):
