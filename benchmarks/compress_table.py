@@ -248,7 +248,7 @@ def broken(bench: Bench, found: dict[str, Entry]) -> Iterator[str]:
         kl = bench.per_token(name)
         if kl is not None:
             print(f"{name}, inputs rounded per token: KL {kl:.5f}")
-            if name in KL and kl > KL[name]:
+            if name in KL and not kl <= KL[name]:
                 yield f"{name}: KL {kl:.5f} with inputs rounded per token is above {KL[name]}"
 
 

@@ -220,8 +220,10 @@ def test_gguf_py_reads_the_same(source: Path, tmp_path: Path, name: str) -> None
     assert reader.get_field("tokenizer.ggml.eos_token_id").contents() == 259
 
 
+@pytest.mark.parametrize("case", ["llama3", "smollm2"])  # the second's head is its embedding table
 @pytest.mark.parametrize("name", ["compressed-tensors int4", "compressed-tensors w8a8"])
-def test_transformers_loads_it(source: Path, tmp_path: Path, name: str) -> None:
+def test_transformers_loads_it(case: str, tmp_path: Path, name: str) -> None:
+    source = make_source(tmp_path / "source", case)
     pytest.importorskip("compressed_tensors")
     pytest.importorskip("accelerate")
     import torch

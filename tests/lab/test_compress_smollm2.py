@@ -79,14 +79,10 @@ def test_bars(reports: dict[str, CompressReport]) -> None:
     assert reports["rtn-int8"].size.rounded_share < 0.52
 
 
-def test_the_default_gate_lets_8_bits_pass_and_refuses_4(reports: dict[str, CompressReport]) -> None:
-    for name in ("rtn-int8", "gptq-int8", "w8a8"):
-        evaluation = reports[name].evaluation
-        assert evaluation is not None
-        assert DEFAULT_GATE.failures(evaluation) == []
+def test_the_default_gate_refuses_4_bits(reports: dict[str, CompressReport]) -> None:
     evaluation = reports["rtn"].evaluation
     assert evaluation is not None
-    assert DEFAULT_GATE.failures(evaluation)
+    assert any("kl_mean" in failure for failure in DEFAULT_GATE.failures(evaluation))
 
 
 def test_calibration_and_evaluation_share_no_work(reports: dict[str, CompressReport]) -> None:

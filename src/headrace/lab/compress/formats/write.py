@@ -184,6 +184,8 @@ def _write_folder(
                 for part, scale in zip(("k_scale", "v_scale"), scales, strict=True):
                     shards.add(f"{attention}.{part}", np.array([scale], np.float32))
         if layout is not None:
+            if architecture.tied_head:
+                plain.append(_module_name("head.weight", architecture))  # to others it is a linear of its own
             described = _quantization_config(layout, schemes, plain, kv_scales=bool(kv_scales))
             config["quantization_config"] = described
         for name, content in files.items():
