@@ -151,9 +151,11 @@ void matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin,
       row += rows.value;
     };
     while (row + 4 <= row_end) pass(std::integral_constant<int, 4>());
-    if (row + 3 == row_end) pass(std::integral_constant<int, 3>());
-    if (row + 2 == row_end) pass(std::integral_constant<int, 2>());
-    if (row + 1 == row_end) pass(std::integral_constant<int, 1>());
+    if constexpr (kMany > 4) {  // other paths compile too long
+      if (row + 3 == row_end) pass(std::integral_constant<int, 3>());
+      if (row + 2 == row_end) pass(std::integral_constant<int, 2>());
+    }
+    while (row < row_end) pass(std::integral_constant<int, 1>());
   }
 }
 

@@ -128,9 +128,11 @@ HR_INLINE void pass_rows(const MatmulArgs& a, const uint8_t* w, size_t tile_stri
     x.first += rows.value * x.stride;
   };
   while (row + 4 <= row_end) pass(std::integral_constant<int, 4>());
-  if (row + 3 == row_end) pass(std::integral_constant<int, 3>());
-  if (row + 2 == row_end) pass(std::integral_constant<int, 2>());
-  if (row + 1 == row_end) pass(std::integral_constant<int, 1>());
+  if constexpr (kManyRows > 4) {  // other paths compile too long
+    if (row + 3 == row_end) pass(std::integral_constant<int, 3>());
+    if (row + 2 == row_end) pass(std::integral_constant<int, 2>());
+  }
+  while (row < row_end) pass(std::integral_constant<int, 1>());
 }
 
 template <bool Float8>
