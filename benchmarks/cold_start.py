@@ -4,10 +4,9 @@
 
 Prints the median, the fastest and the slowest of ``--runs`` fresh processes for ``import headrace``, for
 ``LLM(...)`` to its first token, and for ``headrace serve`` to ``/health/readiness`` 200, beside the time that
-the interpreter itself takes, and the most memory that each has had resident until then, what is touched of the
-KV pool included. ``--beside`` measures
-another source tree in turns with this one. ``--check`` exits with 1 if a median is over its bar. Measure on a
-quiet machine.
+the interpreter itself takes, and the most memory that each has had resident until then, what it has touched
+of the KV pool included. ``--beside`` measures another source tree in turns with this one. ``--check`` exits
+with 1 if a median is over its bar. Measure on a quiet machine.
 """
 
 from __future__ import annotations
