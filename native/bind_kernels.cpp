@@ -131,12 +131,6 @@ void softcap(const std::string& isa, OutMatrix<float> x, float cap) {
   kernels_for(isa).softcap(x.data(), x.shape(0) * x.shape(1), cap);
 }
 
-template <class Byte>
-KvLayer<Byte> pool_of_one_layer(Byte* pool, size_t bytes, int kv_heads, int head_dim, KvFormat format) {
-  const auto block = static_cast<int64_t>(kv_heads * kv_head_bytes(format, head_dim));
-  return {pool, static_cast<int64_t>(bytes) / block, block, 0, kv_heads, head_dim, format};
-}
-
 // Writes k and v of one projected row [q | k | v] per token into the pool and rotates q in place.
 void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads, Matrix<float> angles,
           float scale, nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> kv,
@@ -160,7 +154,7 @@ void rope(const std::string& isa, OutMatrix<float> qkv, int heads, int kv_heads,
   a.angles = angles.data();
   const KvFormat format = int8 ? KvFormat::kInt8 : KvFormat::kBf16;
   const size_t block = kv_heads * kv_head_bytes(format, head_dim);
-  a.kv = pool_of_one_layer(kv.data(), kv.shape(0), kv_heads, head_dim, format);
+  a.kv = {kv.data(), static_cast<int64_t>(kv.shape(0) / block), kv_heads, head_dim, format};
   a.slots = slots.data();
   for (size_t i = 0; i < slots.shape(0); ++i)
     expect(slots.data()[i] >= 0 && (static_cast<size_t>(slots.data()[i]) / 16 + 1) * block <= kv.shape(0),
@@ -191,7 +185,7 @@ void attention(const std::string& isa, Matrix<float> q, int heads, int kv_heads,
   a.q_stride = q.shape(1);
   a.output = out.data();
   a.output_stride = out.shape(1);
-  a.kv = pool_of_one_layer(kv.data(), kv.shape(0) - 64, kv_heads, head_dim, format);
+  a.kv = {kv.data(), static_cast<int64_t>((kv.shape(0) - 64) / block), kv_heads, head_dim, format};
   a.block_table = table.data();
   a.positions = positions.data();
   a.heads = heads;

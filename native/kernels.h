@@ -99,11 +99,9 @@ struct NormArgs {
 
 enum class KvFormat : int32_t { kBf16 = 0, kInt8 = 1 };
 
-// A layer's keys and values. Blocks are kept by the extent, all layers of some neighbouring blocks together:
-// so a pool takes memory as it is filled, also in large pages. In an extent each KV head of a layer has its
-// keys of all blocks side by side, and behind all keys its values likewise, so that a context of neighbouring
-// blocks is two stretches of memory, in each extent: processors fetch ahead along those, and hardly across
-// pieces that lie apart. A partition of a context is as long as an extent.
+// A layer's keys and values. Each KV head has its keys of all blocks side by side, and behind all keys its
+// values likewise, so that a context of neighbouring blocks is two stretches of memory: processors fetch
+// ahead along those, and hardly across pieces that lie apart.
 //
 // A block of 16 slots, bf16: K as [head_dim / 2][16 slots][2]; V as [8 pairs of slots][head_dim][2].
 //
@@ -123,35 +121,19 @@ inline size_t kv_value_bytes(KvFormat format, int head_dim) {
 inline size_t kv_head_bytes(KvFormat format, int head_dim) {
   return kv_key_bytes(format, head_dim) + kv_value_bytes(format, head_dim);
 }
-constexpr int64_t kExtentBlocks = 32;  // the last extent of a pool may have fewer
 template <class Byte>
 struct KvLayer {
-  Byte* pool;
-  int64_t blocks, block_bytes;  // of the pool, and of one of them
-  int64_t offset;               // bytes that a block's parts of the layers before take
+  Byte* base;
+  int64_t blocks;  // of the pool
   int32_t kv_heads, head_dim;
   KvFormat format;
 
   Byte* keys(int head, int64_t block) const {
-    const Extent e = extent(block);
-    return e.layer + (head * e.blocks + e.block) * static_cast<int64_t>(kv_key_bytes(format, head_dim));
+    return base + (head * blocks + block) * static_cast<int64_t>(kv_key_bytes(format, head_dim));
   }
   Byte* values(int head, int64_t block) const {
-    const Extent e = extent(block);
-    const auto all_keys = kv_heads * e.blocks * static_cast<int64_t>(kv_key_bytes(format, head_dim));
-    return e.layer + all_keys +
-           (head * e.blocks + e.block) * static_cast<int64_t>(kv_value_bytes(format, head_dim));
-  }
-
- private:
-  struct Extent {
-    Byte* layer;
-    int64_t blocks, block;  // how many it has, and which of them
-  };
-  Extent extent(int64_t block) const {
-    const int64_t first = block / kExtentBlocks * kExtentBlocks;
-    const int64_t count = blocks - first < kExtentBlocks ? blocks - first : kExtentBlocks;
-    return {pool + first * block_bytes + offset * count, count, block - first};
+    const auto all_keys = kv_heads * blocks * static_cast<int64_t>(kv_key_bytes(format, head_dim));
+    return base + all_keys + (head * blocks + block) * static_cast<int64_t>(kv_value_bytes(format, head_dim));
   }
 };
 
@@ -248,7 +230,6 @@ constexpr int kMaxQueryVectors = 64;
 constexpr int kVectors = 4;  // query vectors computed together
 inline int attention_rows_per_unit(int group) { return group >= 16 ? 1 : 16 / group; }
 constexpr int kAttentionPartition = 512;  // positions that are summed by themselves, and merged in order
-static_assert(kAttentionPartition == 16 * kExtentBlocks);
 // Of a partition's state. head_dim: rounded up to a multiple of 16, as below.
 inline size_t attention_state_floats(int vectors, int head_dim) {
   return static_cast<size_t>(vectors) * static_cast<size_t>(head_dim + 2);

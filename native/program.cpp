@@ -259,7 +259,7 @@ void Program::rows_of(const Instruction& in, int begin, int end, const BatchView
       a.eps = in.f1;
       a.scale = in.f0;
       a.angles = floats(in.in);
-      a.kv = layer_kv<uint8_t>(in);
+      a.kv = {layer_kv(in), blocks(in.kv_group), in.kv_heads, in.head_dim, static_cast<KvFormat>(in.i1)};
       a.slots = b.slot_mapping[in.kv_group];
       return kernels_.rope(a, begin, end);
     }
@@ -339,15 +339,8 @@ void Program::matmul(const Instruction& in, Claim* claims, int thread, int rows)
   }
 }
 
-template <class Byte>
-KvLayer<Byte> Program::layer_kv(const Instruction& in) const {
-  return {bases_[kKv + in.kv_group],
-          blocks(in.kv_group),
-          limits_.block_bytes[in.kv_group],
-          in.kv_offset,
-          in.kv_heads,
-          in.head_dim,
-          static_cast<KvFormat>(in.i1)};
+uint8_t* Program::layer_kv(const Instruction& in) const {
+  return bases_[kKv + in.kv_group] + in.kv_offset * blocks(in.kv_group);
 }
 
 void Program::attention(const Instruction& in, Claim* claims, int thread, const BatchView& b) {
@@ -360,7 +353,7 @@ void Program::attention(const Instruction& in, Claim* claims, int thread, const 
   a.q_stride = static_cast<size_t>(in.in_stride) / 4;
   a.output = reinterpret_cast<float*>(at(in.out));
   a.output_stride = static_cast<size_t>(in.out_stride) / 4;
-  a.kv = layer_kv<const uint8_t>(in);
+  a.kv = {layer_kv(in), blocks(in.kv_group), in.kv_heads, in.head_dim, static_cast<KvFormat>(in.i1)};
   a.positions = b.positions;
   a.heads = in.heads;
   a.kv_heads = in.kv_heads;

@@ -143,8 +143,7 @@ class Program {
   void sample(const Instruction& in, Claim& claim, int thread, const BatchView& batch,
               const ResultView& result);
   int64_t blocks(int group) const { return (sizes_[kKv + group] - 64) / limits_.block_bytes[group]; }
-  template <class Byte>
-  KvLayer<Byte> layer_kv(const Instruction& in) const;
+  uint8_t* layer_kv(const Instruction& in) const;
   uint8_t* at(const Operand& o) const { return o.base < 0 ? nullptr : bases_[o.base] + o.offset; }
 
   std::vector<Instruction> instructions_;

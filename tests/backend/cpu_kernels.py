@@ -160,23 +160,6 @@ def granule(kind: str) -> int:
     return FORMATS[kind][1] or 1 if kind in FORMATS else 1
 
 
-EXTENT_BLOCKS = 32  # as in native/kernels.h
-
-
-def head_offsets(
-    blocks: int, kv_heads: int, key_bytes: int, value_bytes: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where keys and values start in a pool of one layer, in bytes, by block and head."""
-    keys, values = np.empty((2, blocks, kv_heads), np.int64)
-    for first in range(0, blocks, EXTENT_BLOCKS):
-        count = min(EXTENT_BLOCKS, blocks - first)
-        start = first * kv_heads * (key_bytes + value_bytes)
-        number = np.arange(kv_heads) * count + np.arange(count)[:, None]
-        keys[first : first + count] = start + number * key_bytes
-        values[first : first + count] = start + kv_heads * count * key_bytes + number * value_bytes
-    return keys, values
-
-
 class KVPool:
     """One layer's KV blocks in bf16 as native kernels lay them out; whatever is not written stays NaN."""
 
@@ -185,25 +168,34 @@ class KVPool:
     def __init__(self, blocks: int, kv_heads: int, head_dim: int) -> None:
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.data = np.full(blocks * 64 * kv_heads * head_dim + 64, 0xFF, np.uint8)
-        self._bits = self.data.view(np.uint16)
-        keys, values = head_offsets(blocks, kv_heads, 32 * head_dim, 32 * head_dim)
-        slot, feature = np.arange(BLOCK_SIZE)[:, None, None], np.arange(head_dim)
-        # [blocks, 16, kv_heads, head_dim]: K is [head_dim / 2][16][2] within a block, V [8][head_dim][2]
-        self._keys = keys[:, None, :, None] // 2 + feature // 2 * 32 + slot * 2 + feature % 2
-        self._values = values[:, None, :, None] // 2 + (slot // 2 * head_dim + feature) * 2 + slot % 2
+
+    def _keys(self) -> NDArray[np.uint16]:
+        """A view ``[blocks, kv_heads, head_dim / 2, 16, 2]``."""
+        return self._split(0, self.head_dim // 2, 16, 2)
+
+    def _values(self) -> NDArray[np.uint16]:
+        """A view ``[blocks, kv_heads, 8, head_dim, 2]``."""
+        return self._split(1, 8, self.head_dim, 2)
+
+    def _split(self, which: int, *shape: int) -> NDArray[np.uint16]:
+        halves = self.data[:-64].view(np.uint16).reshape(2, self.kv_heads, -1, *shape)
+        return halves[which].swapaxes(0, 1)
 
     def keys(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
         """bf16 bits ``[slots, kv_heads, head_dim]``."""
-        return self._bits[self._keys[slots // BLOCK_SIZE, slots % BLOCK_SIZE]]
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        return self._keys()[block, :, :, at].reshape(len(slots), self.kv_heads, self.head_dim)
 
     def values(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
         """bf16 bits ``[slots, kv_heads, head_dim]``."""
-        return self._bits[self._values[slots // BLOCK_SIZE, slots % BLOCK_SIZE]]
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        return self._values()[block, :, at // 2, :, at % 2]
 
     def write(self, slots: NDArray[np.int64], k: Float32, v: Float32) -> tuple[Float64, Float64]:
         """Keep ``k``, ``v [slots, kv_heads, head_dim]``; what they are then."""
-        self._bits[self._keys[slots // BLOCK_SIZE, slots % BLOCK_SIZE]] = bf16_bits(k)
-        self._bits[self._values[slots // BLOCK_SIZE, slots % BLOCK_SIZE]] = bf16_bits(v)
+        block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        self._keys()[block, :, :, at] = bf16_bits(k).reshape(len(slots), self.kv_heads, -1, 2)
+        self._values()[block, :, at // 2, :, at % 2] = bf16_bits(v)
         return bf16(k).astype(np.float64), bf16(v).astype(np.float64)
 
     def queries(self, q: Float32) -> Float32:
@@ -217,27 +209,31 @@ class Int8Pool:
     int8 = True
 
     def __init__(self, blocks: int, kv_heads: int, head_dim: int) -> None:
-        self._key = np.dtype([("codes", np.uint8, (-(-head_dim // 4), 16, 4)), ("scales", np.float32, 16)])
-        self._value = np.dtype([("codes", np.int8, (4, head_dim, 4)), ("scales", np.float32, 16)])
-        sizes = (self._key.itemsize, self._value.itemsize)
-        self.data = np.full(blocks * kv_heads * sum(sizes) + 64, 0xFF, np.uint8)
-        self._keys, self._values = head_offsets(blocks, kv_heads, *sizes)
+        keys = np.dtype([("codes", np.uint8, -(-head_dim // 4) * 64), ("scales", np.float32, 16)])
+        values = np.dtype([("codes", np.int8, 16 * head_dim), ("scales", np.float32, 16)])
+        count = blocks * kv_heads
+        split = count * keys.itemsize
+        self.data = np.full(split + count * values.itemsize + 64, 0xFF, np.uint8)
+        self._keys = self.data[:split].view(keys).reshape(kv_heads, blocks).swapaxes(0, 1)
+        self._values = self.data[split:-64].view(values).reshape(kv_heads, blocks).swapaxes(0, 1)
         self.kv_heads, self.head_dim = kv_heads, head_dim
 
     def write(self, slots: NDArray[np.int64], k: Float32, v: Float32) -> tuple[Float64, Float64]:
         """Keep ``k``, ``v [slots, kv_heads, head_dim]``; what they are then."""
         block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         (k_codes, k_scale), (v_codes, v_scale) = _int8(rotated(k)), _int8(v)
+        key_codes, value_codes = self._keys["codes"], self._values["codes"]  # views, [blocks, kv_heads, …]
+        width = -(-self.head_dim // 4)
         for index, (of, slot) in enumerate(zip(block, at, strict=True)):
             for head in range(self.kv_heads):
-                keys = np.ndarray((), self._key, self.data, self._keys[of, head])
-                codes = keys["codes"][:, slot].reshape(-1)  # bytes behind the last feature stay as they were
+                keys = key_codes[of, head].reshape(width, 16, 4)
+                codes = keys[:, slot].reshape(-1).copy()  # bytes behind the last feature stay as they were
                 codes[: self.head_dim] = k_codes[index, head] + 128
-                keys["codes"][:, slot] = codes.reshape(-1, 4)
-                keys["scales"][slot] = k_scale[index, head, 0]
-                values = np.ndarray((), self._value, self.data, self._values[of, head])
-                values["codes"][slot // 4, :, slot % 4] = v_codes[index, head]
-                values["scales"][slot] = v_scale[index, head, 0]
+                keys[:, slot] = codes.reshape(width, 4)
+                values = value_codes[of, head].reshape(4, self.head_dim, 4)
+                values[slot // 4, :, slot % 4] = v_codes[index, head]
+        self._keys["scales"][block, :, at] = k_scale[..., 0]
+        self._values["scales"][block, :, at] = v_scale[..., 0]
         keys_kept = rotated(k_codes * k_scale.astype(np.float64)) / rotation_block(self.head_dim)
         return keys_kept, v_codes * v_scale.astype(np.float64)
 

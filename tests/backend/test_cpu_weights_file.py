@@ -175,7 +175,7 @@ def run_python(code: str, *arguments: str, **options: object) -> subprocess.Comp
 
 
 PACK = """
-import os, sys, tempfile  # before it may no longer read the modules
+import os, sys
 from pathlib import Path
 from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.weights_file import packed_weights

@@ -17,14 +17,11 @@ from numpy.typing import NDArray
 LARGE_PAGE_BYTES = 2 << 20
 
 
-def zeros(size: int, *, small: int) -> NDArray[np.uint8]:
-    """``size`` zero bytes, aligned to a page; the first ``small`` of them in small pages.
-
-    The system commits pages only when they are touched.
-    """
+def zeros(size: int, *, large: bool) -> NDArray[np.uint8]:
+    """``size`` zero bytes, aligned to a page. The system commits pages only when they are touched."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if small < size:
-        _wish(memory, small // mmap.PAGESIZE * mmap.PAGESIZE)
+    if large:
+        _wish(memory)
     return np.frombuffer(memory, np.uint8)
 
 
@@ -35,7 +32,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     """
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    _wish(mapped, 0)
+    _wish(mapped)
     return np.frombuffer(mapped, np.uint8)
 
 
@@ -77,7 +74,7 @@ class Writer:
         self._written += at
 
 
-def _wish(memory: mmap.mmap, start: int) -> None:
+def _wish(memory: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE, start)
+            memory.madvise(mmap.MADV_HUGEPAGE)

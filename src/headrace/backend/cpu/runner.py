@@ -15,7 +15,7 @@ from headrace.backend.cpu import _native
 from headrace.backend.cpu.cores import usable_cores
 from headrace.backend.cpu.graph import network_graph
 from headrace.backend.cpu.instruction import INSTRUCTION
-from headrace.backend.cpu.kv_blocks import EXTENT_BLOCKS, KvBlocks
+from headrace.backend.cpu.kv_blocks import KvBlocks
 from headrace.backend.cpu.pages import zeros
 from headrace.backend.cpu.profile import OpProfile, profile_of
 from headrace.backend.cpu.recorder import record
@@ -60,7 +60,7 @@ class CpuRunner:
         recording = record(nodes, arch, weights.tensors, settings, _native.quant_row_bytes)
         block_bytes = [kv_block_bytes(group, kv_dtype) for group in arch.kv_groups]
 
-        self._scratch = zeros(recording.scratch_bytes, small=recording.scratch_bytes)
+        self._scratch = zeros(recording.scratch_bytes, large=False)  # rarely used whole
         for offset, values in recording.constants:
             self._scratch[offset : offset + values.nbytes] = values.view(np.uint8)
         output_end = recording.output_offset + settings.max_logit_rows * recording.output_stride
@@ -83,8 +83,7 @@ class CpuRunner:
             threads=threads,
         )
         self._kv = [
-            zeros(settings.blocks_of(g) * size + _SPARE, small=EXTENT_BLOCKS * size)
-            for g, size in enumerate(block_bytes)
+            zeros(settings.blocks_of(g) * size + _SPARE, large=True) for g, size in enumerate(block_bytes)
         ]
         self._program.bind([weights.data, self._scratch, *self._kv])
         self._blocks = [

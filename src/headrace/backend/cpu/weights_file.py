@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,8 +131,6 @@ def _fits(tensor: PackedTensor, shape: Shape, end: int) -> bool:
 
 
 def _write(path: Path, key: str, checkpoint: Checkpoint, shapes: dict[str, Shape]) -> None:
-    import tempfile
-
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
