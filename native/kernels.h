@@ -74,8 +74,7 @@ struct MatmulArgs {
   float* scratch;        // bf16 and float8: matmul_scratch_floats(k)
 };
 
-constexpr int kRowBlock =
-    48;  // rows of activations that stay in cache while weights stream past; at most at once
+constexpr int kRowBlock = 48;  // rows, at most: they stay in cache while weights stream past
 inline size_t matmul_row_floats(int k) { return static_cast<size_t>(kRowBlock) * ((k + 15) / 16 * 16); }
 // Rows, and behind them four tile rows of float8 as bf16.
 inline size_t matmul_scratch_floats(int k) {
