@@ -90,9 +90,11 @@ def servers(
 
 def serve_options() -> frozenset[str]:
     """The options of ``headrace serve``, as it has them in this version."""
-    from typer.main import get_command
+    from typer.main import get_group
 
     from headrace.cli.main import app
 
-    command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    group = get_group(app)
+    command = group.get_command(group.make_context("headrace", ["serve"], resilient_parsing=True), "serve")
+    assert command is not None
     return frozenset(name for option in command.params for name in [*option.opts, *option.secondary_opts])
