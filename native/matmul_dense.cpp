@@ -115,7 +115,7 @@ constexpr int kManyRows = 12, kManyTiles = 2;  // 24 accumulators of 32 register
 constexpr int kManyRows = 4, kManyTiles = 4;
 #endif
 constexpr int kRun = 4;         // tile rows that stay in the second cache while all rows pass over them
-constexpr int kWidenFrom = 12;  // rows: making pairs of float8 takes about as long as multiplying as many
+constexpr int kWidenFrom = 12;  // rows of float8 that share its pairs; not tuned
 
 template <bool Float8>
 HR_INLINE void pass_rows(const MatmulArgs& a, const uint8_t* w, size_t tile_stride, Rows x, int tile,
