@@ -251,6 +251,26 @@ def test_when_all_fail_the_last_failure_is_told(pair: Pair) -> None:
         bad.behaviour = good.behaviour = decent
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_when_all_have_failed_once_they_are_asked_again(pair: Pair, stream: bool) -> None:
+    """As many as ``retries.attempts`` are, three."""
+    made, bad, good = pair
+    asked = len(bad.asked) + len(good.asked)
+
+    async def second_time(exchange: Exchange) -> None:
+        if len(bad.asked) + len(good.asked) == asked + 3:
+            return await decent(exchange)
+        await fails(exchange)
+
+    bad.behaviour = good.behaviour = second_time
+    try:
+        answer = made.chat(stream=stream)
+    finally:
+        bad.behaviour = good.behaviour = decent
+    assert answer.status_code == 200
+    assert "word2" in answer.text
+
+
 def test_an_upstream_that_keeps_failing_is_ejected_and_comes_back(
     upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

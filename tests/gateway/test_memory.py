@@ -10,6 +10,7 @@ import pytest
 from tests.gateway.running import Upstreams, gateway, text_of
 
 TEXT = "a" * 200_000
+MOST_GROWTH = 10 * 2**20  # bytes a round
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -33,5 +34,8 @@ def test_requests_that_have_ended_are_kept_by_nobody(
             made.wait_idle()
             return process.memory_info().rss
 
-        before = ask(40)
-        assert ask(160) - before < 10 * 2**20
+        # What an allocator holds for later stops growing; what is kept, 32 MB of prompts a round, does not.
+        sizes = [ask(40), ask(160)]
+        while sizes[-1] - sizes[-2] >= MOST_GROWTH:
+            assert len(sizes) < 5, sizes
+            sizes.append(ask(160))

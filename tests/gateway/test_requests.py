@@ -97,7 +97,6 @@ def test_usage_inside_the_last_chunk_is_taken_out(running: Fixture) -> None:
             await exchange.send(event)
         await exchange.end()
 
-    before = made.usage()["acme"]["completion_tokens"]
     streamer.behaviour = together
     try:
         answer = made.chat(headers, stream=True)
@@ -105,7 +104,7 @@ def test_usage_inside_the_last_chunk_is_taken_out(running: Fixture) -> None:
         streamer.behaviour = decent
     assert text_of(answer) == "a"
     assert "usage" not in answer.text
-    assert made.usage()["acme"]["completion_tokens"] == before + 7
+    assert made.rows("acme")[-1]["completion_tokens"] == 7
 
 
 def test_a_whole_answer_says_what_it_cost(running: Fixture) -> None:

@@ -384,6 +384,28 @@ def test_time_and_budget_hold(upstreams: Upstreams, tmp_path: Path) -> None:
         assert is_broken(trio.stream())
 
 
+def breaks_once(streamer: Streamer) -> Behaviour:
+    """In the middle; asked again, it says the rest."""
+
+    async def answer(exchange: Exchange) -> None:
+        streamer.behaviour = says("d", WORDS[3:], ids=True)
+        await says("a", WORDS[:3], breaks=True, ids=True)(exchange)
+
+    return answer
+
+
+def test_where_it_broke_is_asked_again_when_nobody_else_can(upstreams: Upstreams, tmp_path: Path) -> None:
+    """One replica is dead and another was asked at a bad time: the one that broke off is back since."""
+    retries = {"budget": 1.0, "attempts": 5}
+    for trio in trio_of("headrace", upstreams, tmp_path, retries=retries, cache={"enabled": False}):
+        trio.first.behaviour = breaks_once(trio.first)
+        trio.second.behaviour = trio.third.behaviour = fails
+        chunks, _ = chunks_of(trio.stream())
+        assert assert_one_stream(chunks, "a") == "".join(WORDS)
+        assert trio.asked() == [2, 1, 1]
+        assert trio.row()["resumed"] == "exact"
+
+
 def test_one_that_hangs_in_the_middle(upstreams: Upstreams, tmp_path: Path) -> None:
     async def falls_silent(exchange: Exchange) -> None:
         exchange.begin()

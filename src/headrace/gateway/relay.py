@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headrace.errors import LimitError, OverloadedError, UpstreamError
 from headrace.gateway.ask import AttemptError, TooLongError, may_try_again
 from headrace.gateway.attempt import attempt
-from headrace.gateway.balance import balance
+from headrace.gateway.rounds import Rounds
 
 if TYPE_CHECKING:
     from headrace.gateway.context import RequestContext
@@ -43,13 +43,13 @@ async def relay(gateway: Gateway, context: RequestContext) -> None:
     where another one has more room.
     """
     gateway.retry_budget.earn()
-    tried: list[Target] = []
+    rounds = Rounds(gateway, context)
     dropped: list[Target] = []
     failure: AttemptError | None = None
     refusal: TooLongError | None = None
     free = True  # a first attempt, or one after what was no failure, is not in the budget
     for number in range(gateway.config.retries.attempts):
-        target = await balance(gateway, context, tried)
+        target = await rounds.next()
         if target is None or (not free and not may_try_again(gateway, context)):
             break
         free = False
@@ -61,7 +61,7 @@ async def relay(gateway: Gateway, context: RequestContext) -> None:
         except TooLongError as error:
             work.end()
             refusal, free = error, True
-            tried += [each for each in context.targets if not _has_more_room(each, target)]
+            rounds.unfit += [each for each in context.targets if not _has_more_room(each, target)]
             continue
         except AttemptError as error:
             work.end()
@@ -69,7 +69,7 @@ async def relay(gateway: Gateway, context: RequestContext) -> None:
             gateway.failed(target, error.reason, passing=error.rested)
             # A pooled connection may be closed just when it is used: one more chance for the same upstream.
             again = error.reason == "dropped" and target not in dropped
-            (dropped if again else tried).append(target)
+            (dropped if again else rounds.unfit if error.rested else rounds.tried).append(target)
             continue
         except BaseException:
             work.end()

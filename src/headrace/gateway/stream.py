@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from headrace.errors import HeadraceError, UpstreamError
 from headrace.gateway.ask import LOOK_S, AttemptError, ask, is_cut, may_try_again, read_some
-from headrace.gateway.balance import balance
 from headrace.gateway.connections import failures
 from headrace.gateway.resume import Continuation, Progress, continuation, is_resumable
+from headrace.gateway.rounds import Rounds
 from headrace.gateway.settle import settle
 from headrace.gateway.sse import DONE, EventFilter
 from headrace.gateway.usage import Usage
@@ -128,15 +128,14 @@ class RelayedStream:
             return False
         self._broke.append(self._target)
         exact = True
-        tried = [self._target]
+        rounds = Rounds(gateway, context, [self._target])
         while context.attempts < gateway.config.retries.attempts:
-            target = await balance(gateway, context, [*self._broke, *tried])
-            target = target or await balance(gateway, context, tried)
+            target = await rounds.next(rather_not=self._broke)
             if target is None:
                 return False
             going_on = continuation(target, context, progress, exact=exact)
             if going_on is None:
-                tried.append(target)
+                rounds.unfit.append(target)
                 exact = True
                 continue
             if not may_try_again(gateway, context):
@@ -146,6 +145,7 @@ class RelayedStream:
                 await self._go_on(target, going_on)
             except AttemptError as error:
                 gateway.failed(target, error.reason, passing=error.rested)
+                rounds.tried.append(target)
             except HeadraceError as error:
                 # it does not take the continuation; of another build of ours, it may take the text
                 if going_on.how == "exact" and error.code == "fingerprint_mismatch":
@@ -154,10 +154,10 @@ class RelayedStream:
                 gateway.log.warning(
                     "not resumed", request_id=context.id, upstream=target.upstream.name, error=error.message
                 )
+                rounds.unfit.append(target)
             else:
                 return True
             exact = True
-            tried.append(target)
         return False
 
     async def _go_on(self, target: Target, going_on: Continuation) -> None:
