@@ -95,7 +95,8 @@ PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 ALONE := tests/lab/test_diagnose_servers.py
 test: check
 	$(BIN)/python -m pytest -q tests/test_imports.py
-	for isa in $$($(BIN)/python -c 'from headrace.backend.cpu._native import supported_isas; print(*supported_isas()[1:])'); do \
+	isas=$$($(BIN)/python -c 'from headrace.backend.cpu._native import supported_isas; print(*supported_isas()[1:])') && \
+	for isa in $$isas; do \
 	  echo "native tests with HEADRACE_ISA=$$isa"; \
 	  HEADRACE_ISA=$$isa $(BIN)/python -m pytest -q $(PARALLEL) -m 'native and not every_isa' tests || exit 1; \
 	done

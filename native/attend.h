@@ -137,8 +137,21 @@ HR_INLINE void write_output(const AttentionArgs& a, State whole) {
   }
 }
 
-// Format: a KV format's Query, what it makes of a query vector; prepare, which does; and attend_tile for up
-// to kVectors of them.
+// attend_tile<count> of a Format that has it for each count.
+template <class Format>
+HR_INLINE void attend_few(const typename Format::Query* q, int count, const Tile& kv, const int* begin,
+                          const int* end, float softcap, State s, int first_vector, int head_dim) {
+  const auto attend_some = [&](auto size) {
+    Format::template attend_tile<size.value>(q, kv, begin, end, softcap, s, first_vector, head_dim);
+  };
+  if (count == 1) attend_some(std::integral_constant<int, 1>());
+  if (count == 2) attend_some(std::integral_constant<int, 2>());
+  if (count == 3) attend_some(std::integral_constant<int, 3>());
+  if (count == 4) attend_some(std::integral_constant<int, 4>());
+}
+
+// Format: a KV format's Query, what it makes of a query vector; prepare, which does; and attend_some for up
+// to kTogether of them.
 template <class Format>
 HR_INLINE void attend(const AttentionArgs& a) {
   const int group = a.heads / a.kv_heads;
@@ -173,20 +186,14 @@ HR_INLINE void attend(const AttentionArgs& a) {
         kv.keys[b] = a.kv.keys(a.kv_head, block);
         kv.values[b] = a.kv.values(a.kv_head, block);
       }
-      for (int v = 0; v < vectors; v += kVectors) {
-        int begin[kVectors], end[kVectors];
-        const int count = vectors - v < kVectors ? vectors - v : kVectors;
+      for (int v = 0; v < vectors; v += Format::kTogether) {
+        int begin[Format::kTogether], end[Format::kTogether];
+        const int count = vectors - v < Format::kTogether ? vectors - v : Format::kTogether;
         for (int i = 0; i < count; ++i) {
           begin[i] = first[v + i] > tile ? first[v + i] - tile : 0;
           end[i] = last[v + i] - tile + 1 < kTile ? last[v + i] - tile + 1 : kTile;
         }
-        const auto attend_some = [&](auto size) {
-          Format::template attend_tile<size.value>(q + v, kv, begin, end, a.softcap, part, v, a.head_dim);
-        };
-        if (count == 1) attend_some(std::integral_constant<int, 1>());
-        if (count == 2) attend_some(std::integral_constant<int, 2>());
-        if (count == 3) attend_some(std::integral_constant<int, 3>());
-        if (count == 4) attend_some(std::integral_constant<int, 4>());
+        Format::attend_some(q + v, count, kv, begin, end, a.softcap, part, v, a.head_dim);
       }
     }
   };

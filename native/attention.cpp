@@ -1,5 +1,5 @@
 // Attention over keys and values in bf16.
-#include "attend.h"
+#include "attend_bf16.h"
 
 namespace headrace {
 namespace HR_ISA {
@@ -50,34 +50,19 @@ inline void weigh(float* const* acc, const Factor (*p)[kTile], const uint16_t* c
   for (; d < padded; d += 16) weigh_values<NQ, 1>(acc, p, values, head_dim, d, begin, end);
 }
 
-// Turns one vector's scores into weights and folds them into its state. [begin, end) is what it may see.
-HR_INLINE void soften(float* scores, Factor* weights, int begin, int end, float softcap, State s, int vector,
-                      int padded) {
-  if (begin >= end) return;
-  const float largest = cap_and_mask(scores, begin, end, softcap, s.largest[vector]);
-  const Vec shift = set1(largest);
-  Vec sum = zero();
-  for (int b = 0; b < kTileBlocks; ++b) {
-    // The denominator sums the weights as they are applied, rounded where the path rounds them.
-    sum = add(sum, store_factors(weights + 16 * b, weight_of(sub(load(scores + 16 * b), shift))));
-  }
-  fold_tile(s, vector, largest, reduce_add(sum), padded);
-}
-
 struct Bf16 {
   static constexpr KvFormat kFormat = KvFormat::kBf16;
   using Query = const Factor*;  // [head_dim, zeros up to a multiple of 16]
 
+  static constexpr int kTogether = kVectors;
+
   static Query prepare(const float* vector, int head_dim, float* scratch) {
-    Factor* factors = reinterpret_cast<Factor*>(scratch);
-    int d = 0;
-    for (; d + 16 <= head_dim; d += 16) store_factors(factors + d, load(vector + d));
-    if (d < head_dim) {
-      float tail[16] = {};
-      std::memcpy(tail, vector + d, static_cast<size_t>(head_dim - d) * sizeof(float));
-      store_factors(factors + d, load(tail));
-    }
-    return factors;
+    return prepare_factors(vector, head_dim, scratch);
+  }
+
+  HR_INLINE void attend_some(const Query* q, int count, const Tile& kv, const int* begin, const int* end,
+                             float softcap, State s, int first_vector, int head_dim) {
+    attend_few<Bf16>(q, count, kv, begin, end, softcap, s, first_vector, head_dim);
   }
 
   template <int NQ>

@@ -142,6 +142,13 @@ struct Int8 {
     return {coarse, fine, scale, -128 * coarse_sum, -128 * fine_sum};
   }
 
+  static constexpr int kTogether = kVectors;
+
+  HR_INLINE void attend_some(const Query* q, int count, const Tile& kv, const int* begin, const int* end,
+                             float softcap, State s, int first_vector, int head_dim) {
+    attend_few<Int8>(q, count, kv, begin, end, softcap, s, first_vector, head_dim);
+  }
+
   template <int NQ>
   HR_INLINE void attend_tile(const Query* q, const Tile& kv, const int* begin, const int* end, float softcap,
                              State s, int first_vector, int head_dim) {

@@ -51,7 +51,7 @@ void matmul(const std::string& isa, WeightFormat format, Vector<uint8_t> weights
   a.n = static_cast<int>(out.shape(1));
   a.k = format.dense() ? k : padded(k);
   a.add = accumulate;
-  std::vector<float> scratch(matmul_scratch_floats(a.k));
+  std::vector<float> scratch(matmul_scratch_floats(format, a.k));
   a.scratch = scratch.data();
   const int tiles = (a.n + 15) / 16;
   const size_t bytes = format.matrix_bytes(a.n, a.k);

@@ -71,14 +71,17 @@ struct MatmulArgs {
   int32_t n;             // outputs
   int32_t k;             // inputs, multiple of 32 (dense: exact)
   int32_t add;           // 1 = add to what output holds (the residual stream)
-  float* scratch;        // bf16 and float8: matmul_scratch_floats(k)
+  float* scratch;        // matmul_scratch_floats(format, k)
 };
 
 constexpr int kRowBlock = 48;  // rows, at most: they stay in cache while weights stream past
 inline size_t matmul_row_floats(int k) { return static_cast<size_t>(kRowBlock) * ((k + 15) / 16 * 16); }
-// Rows, and behind them four tile rows of float8 as bf16.
-inline size_t matmul_scratch_floats(int k) {
-  return matmul_row_floats(k) + 64 * static_cast<size_t>(k + 1) / 2;
+// bf16 and float8: rows, and behind them four tile rows of float8 as bf16. Codes: as matmul_amx.cpp lays it
+// out.
+inline size_t matmul_scratch_floats(const WeightFormat& format, int k) {
+  if (format.kind == WeightFormat::kF32) return 0;
+  if (format.dense()) return matmul_row_floats(k) + 64 * static_cast<size_t>(k + 1) / 2;
+  return 12 * static_cast<size_t>(k) + 4 * QuantRow::bytes(k) + 256;
 }
 
 struct NormArgs {
@@ -271,6 +274,9 @@ const Kernels& portable_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx512_bf16_kernels();  // avx512 with bf16 dot products
+#if defined(HR_AMX)
+const Kernels& avx512_amx_kernels();  // avx512_bf16 with matrix registers
+#endif
 #endif
 
 }  // namespace headrace

@@ -7,11 +7,6 @@ namespace headrace {
 namespace HR_ISA {
 namespace {
 
-HR_INLINE Vec load_scales(const uint8_t* p, int row, bool f32) {
-  return f32 ? load(reinterpret_cast<const float*>(p) + 16 * row)
-             : load_f16(reinterpret_cast<const uint16_t*>(p) + 16 * row);
-}
-
 HR_INLINE float row_scale_of(const uint8_t* scales, int lane) {
   return reinterpret_cast<const float*>(scales)[lane];
 }
@@ -159,33 +154,15 @@ void matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin,
   }
 }
 
-using QuantMatmul = void (*)(const MatmulArgs&, int, int, int, int);
-
-template <int Bits, bool F32, int Group>
-constexpr QuantMatmul kByOffsets[3] = {matmul_of<Bits, F32, WeightFormat::kNone, Group>,
-                                       matmul_of<Bits, F32, WeightFormat::kMinimum, Group>,
-                                       matmul_of<Bits, F32, WeightFormat::kZeroPoints, Group>};
-
-template <int Bits>
-void quant_matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
-  const WeightFormat& f = a.format;
-  const bool wide = f.scale_bytes == 4;
-  QuantMatmul function = matmul_of<Bits, true, WeightFormat::kNone, 0>;
-  if (f.group == 32)
-    function = wide ? kByOffsets<Bits, true, 32>[f.offsets] : kByOffsets<Bits, false, 32>[f.offsets];
-  else if (f.group == 16)
-    function = wide ? kByOffsets<Bits, true, 16>[f.offsets] : kByOffsets<Bits, false, 16>[f.offsets];
-  function(a, tile_begin, tile_end, row_begin, row_end);
-}
+template <int Bits, bool F32, int Offsets, int Group>
+struct Codes {
+  static constexpr auto kRun = matmul_of<Bits, F32, Offsets, Group>;
+};
 
 }  // namespace
 
 void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
-  if (a.format.kind == WeightFormat::kU4) {
-    quant_matmul_of<4>(a, tile_begin, tile_end, row_begin, row_end);
-  } else {
-    quant_matmul_of<8>(a, tile_begin, tile_end, row_begin, row_end);
-  }
+  kernel_of<Codes>(a.format)(a, tile_begin, tile_end, row_begin, row_end);
 }
 
 // Rows of an embedding table, dequantised from its packed tiles (a tied head shares them); `add` adds them to

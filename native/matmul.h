@@ -30,6 +30,34 @@ HR_INLINE void finish(const MatmulArgs& a, Vec acc, int row, int tile) {
   store(out, acc);
 }
 
+HR_INLINE Vec load_scales(const uint8_t* p, int row, bool f32) {
+  return f32 ? load(reinterpret_cast<const float*>(p) + 16 * row)
+             : load_f16(reinterpret_cast<const uint16_t*>(p) + 16 * row);
+}
+
+using Matmul = void (*)(const MatmulArgs&, int tile_begin, int tile_end, int row_begin, int row_end);
+
+template <template <int Bits, bool F32, int Offsets, int Group> class Kernel, int Bits, bool F32, int Group>
+constexpr Matmul kByOffsets[3] = {Kernel<Bits, F32, WeightFormat::kNone, Group>::kRun,
+                                  Kernel<Bits, F32, WeightFormat::kMinimum, Group>::kRun,
+                                  Kernel<Bits, F32, WeightFormat::kZeroPoints, Group>::kRun};
+
+template <template <int, bool, int, int> class Kernel, int Bits>
+Matmul kernel_of_bits(const WeightFormat& f) {
+  const bool wide = f.scale_bytes == 4;
+  if (f.group == 32)
+    return (wide ? kByOffsets<Kernel, Bits, true, 32> : kByOffsets<Kernel, Bits, false, 32>)[f.offsets];
+  if (f.group == 16)
+    return (wide ? kByOffsets<Kernel, Bits, true, 16> : kByOffsets<Kernel, Bits, false, 16>)[f.offsets];
+  return Kernel<Bits, true, WeightFormat::kNone, 0>::kRun;
+}
+
+// The kernel that was made for a format of integer codes.
+template <template <int, bool, int, int> class Kernel>
+Matmul kernel_of(const WeightFormat& f) {
+  return f.kind == WeightFormat::kU4 ? kernel_of_bits<Kernel, 4>(f) : kernel_of_bits<Kernel, 8>(f);
+}
+
 }  // namespace
 }  // namespace HR_ISA
 }  // namespace headrace

@@ -66,8 +66,7 @@ Program::Program(std::vector<Instruction> instructions, Limits limits, const Ker
       if (std::find(unit_rows_.begin(), unit_rows_.end(), rows) == unit_rows_.end())
         unit_rows_.push_back(rows);
     }
-    if (in.op == kMatmul && (in.format.kind == WeightFormat::kBf16 || in.format.kind == WeightFormat::kF8))
-      scratch_floats = std::max(scratch_floats, matmul_scratch_floats(in.i1));
+    if (in.op == kMatmul) scratch_floats = std::max(scratch_floats, matmul_scratch_floats(in.format, in.i1));
   }
   units_.resize(unit_rows_.size());
   for (auto& units : units_) units.reserve(static_cast<size_t>(limits_.max_tokens));

@@ -82,7 +82,7 @@ def assert_right(case: Case, isa: str) -> None:
     tolerance = 3e-6
     if case.pool.int8:
         tolerance = 1e-3
-    elif isa == "avx512_bf16":
+    elif isa in ("avx512_bf16", "avx512_amx"):
         tolerance = 6e-3
     np.testing.assert_allclose(case.run(isa), case.expected(), atol=tolerance, rtol=1e-5)
 

@@ -41,7 +41,7 @@ def product(draw: st.DrawFn, kind: str) -> tuple[Matrix, Float32]:
 def seen(matrix: Matrix, x: Float32, isa: str) -> Any:
     """The activations as the kernel sees them, float64 ``[rows, k]``."""
     if matrix.form.dense:
-        narrow = isa == "avx512_bf16" and matrix.form.kind != F32
+        narrow = isa in ("avx512_bf16", "avx512_amx") and matrix.form.kind != F32
         return (bf16(x) if narrow else x).astype(np.float64)
     return quantise(x, isa).values()[:, : x.shape[1]]
 

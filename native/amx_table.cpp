@@ -1,0 +1,21 @@
+// The kernel table of avx512_bf16 with what AMX multiplies.
+#include "kernels.h"
+
+namespace headrace {
+namespace avx512_amx {
+void quant_matmul(const MatmulArgs&, int, int, int, int);
+void attention(const AttentionArgs&);
+}  // namespace avx512_amx
+
+const Kernels& avx512_amx_kernels() {
+  static const Kernels table = [] {
+    Kernels all = avx512_bf16_kernels();
+    all.name = "avx512_amx";
+    all.quant_matmul = avx512_amx::quant_matmul;
+    all.attention = avx512_amx::attention;
+    return all;
+  }();
+  return table;
+}
+
+}  // namespace headrace

@@ -1,0 +1,259 @@
+// Matrices of integer codes on AMX: sixteen rows of 8-bit activations times sixteen outputs at once. The
+// integers are exact, and what is done with them is what matmul.cpp does, in its order, so the bits are those
+// of the other AVX-512 paths, and few rows are left to them.
+#include "matmul.h"
+#include "tiles.h"
+
+namespace headrace {
+namespace avx512 {
+void quant_matmul(const MatmulArgs&, int, int, int, int);
+}
+
+namespace HR_ISA {
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr int kFewest = 8;  // rows that are worth a tile; fewer are faster without
+
+// What goes with the integers of up to sixteen rows: [step along k][row]. `beside`: what a minimum or a zero
+// point is multiplied with, or -zero point * sum as an integer. Missing rows have steps of zero.
+struct RowBlock {
+  const uint8_t* x;
+  size_t stride;
+  int row, count;
+  float* steps;
+  float* beside;
+  uint64_t* wide;  // groups that are, in any of the rows
+};
+
+template <int Bits, bool F32, int Offsets, int Group>
+struct Format {
+  static constexpr bool kMin = Offsets == WeightFormat::kMinimum,
+                        kZeros = Offsets == WeightFormat::kZeroPoints;
+  static constexpr bool kSame = Offsets == WeightFormat::kNone;
+  static constexpr int kParts = Group == 16 ? 2 : 1;  // of a tile of 32 inputs, with a scale each
+  static constexpr int kInputs = 32 / kParts;
+  static constexpr int kCodes = Bits == 4 ? 256 : 512;
+  static constexpr int kScaleRow = Group == 0 ? 0 : 16 * (F32 ? 4 : 2);
+  static constexpr size_t kTile = kCodes + (kScaleRow + (kMin ? kScaleRow : kZeros ? 16 : 0)) * kParts;
+  static constexpr size_t kStride = Bits == 4 ? 512 : kTile;  // of codes as bytes
+};
+
+template <class F, int Bits>
+void gather(const MatmulArgs& a, const RowBlock& block) {
+  const int steps = a.k / F::kInputs;
+  const size_t words = QuantRow::wide_words(a.k);
+  std::memset(block.steps, 0, static_cast<size_t>(steps) * kTileRows * sizeof(float));
+  std::memset(block.beside, 0, static_cast<size_t>(steps) * kTileRows * sizeof(float));
+  std::memset(block.wide, 0, words * sizeof(uint64_t));
+  for (int r = 0; r < block.count; ++r) {
+    const uint8_t* x = block.x + static_cast<size_t>(r) * block.stride;
+    const float* scale = reinterpret_cast<const float*>(x + QuantRow::scale_offset(a.k));
+    const float* scaled_sum = reinterpret_cast<const float*>(x + QuantRow::scaled_sum_offset(a.k));
+    const int32_t* sums = reinterpret_cast<const int32_t*>(x + QuantRow::sum_offset(a.k));
+    const uint64_t* wide = reinterpret_cast<const uint64_t*>(x + QuantRow::wide_offset(a.k));
+    for (size_t i = 0; i < words; ++i) block.wide[i] |= wide[i];
+    for (int s = 0; s < steps; ++s) {
+      const float step = scale[s / F::kParts];
+      const int32_t sum = F::kParts == 1 ? sums[2 * s] + sums[2 * s + 1] : sums[s];
+      float beside = static_cast<float>(sum);
+      if (F::kMin) beside = F::kParts == 1 ? scaled_sum[s] : step * static_cast<float>(sum);
+      if (F::kSame && Bits == 8) {
+        const int32_t below = -a.format.zero_point * sum;
+        std::memcpy(&beside, &below, 4);
+      }
+      block.steps[s * kTileRows + r] = step;
+      block.beside[s * kTileRows + r] = beside;
+    }
+  }
+}
+
+HR_INLINE IVec load_ints(const int32_t* p) { return {_mm512_load_si512(p)}; }
+
+// A tile row of 4-bit codes as bytes.
+void widen(const uint8_t* w, size_t tile_bytes, int groups, uint8_t* out) {
+  for (int g = 0; g < groups; ++g, w += tile_bytes, out += 512) {
+    for (int j = 0; j < 4; ++j) {
+      const Bytes both = load_bytes(w + 64 * j);
+      _mm512_store_si512(out + 64 * j, low_nibbles(both).v);
+      _mm512_store_si512(out + 64 * (j + 4), high_nibbles(both).v);
+    }
+  }
+}
+
+// Where a group is wide in some rows: 254 q + fine in those. Fine bytes of the others are zero.
+__attribute__((noinline)) void add_fine(int32_t* dots, const RowBlock& block, int k, int group,
+                                        const int8_t* fine, const uint8_t* codes) {
+  alignas(64) int32_t more[kTileRows * 16];
+  _tile_zero(6);
+  _tile_loadd(2, fine, block.stride);
+  _tile_loadd(4, codes, 64);
+  _tile_dpbsud(6, 2, 4);
+  _tile_stored(6, more, 64);
+  for (int r = 0; r < block.count; ++r) {
+    const uint8_t* x = block.x + static_cast<size_t>(r) * block.stride;
+    const uint64_t word = reinterpret_cast<const uint64_t*>(x + QuantRow::wide_offset(k))[group / 64];
+    if (!(word >> (group % 64) & 1)) continue;
+    const IVec sum = add(mul(load_ints(dots + 16 * r), iset1(QuantRow::kWide)), load_ints(more + 16 * r));
+    _mm512_store_si512(dots + 16 * r, sum.v);
+  }
+}
+
+constexpr int kChunk = 8;  // steps whose products stay in the first cache
+
+// Adds the products of steps [first, first + count) to acc, as floats.
+template <int Bits, bool F32, int Offsets, int Group>
+__attribute__((noinline)) void add_products(const RowBlock& block, const uint8_t* w, const int32_t* dots,
+                                            int first, int count, int32_t zero_point, float* acc_at) {
+  using F = Format<Bits, F32, Offsets, Group>;
+  const Vec all_below = set1(-static_cast<float>(zero_point));
+  const float *step = block.steps + first * kTileRows, *beside = block.beside + first * kTileRows;
+  Vec acc[kTileRows];
+  HR_UNROLL for (int r = 0; r < kTileRows; ++r) acc[r] = load(acc_at + 16 * r);
+  for (int s = first; s < first + count; ++s) {
+    const int part = s % F::kParts;
+    const uint8_t* scales = w + static_cast<size_t>(s / F::kParts) * F::kTile + F::kCodes;
+    const uint8_t* after = scales + F::kScaleRow * F::kParts;
+    const Vec scale = Group == 0 ? zero() : load_scales(scales, part, F32);
+    const Vec minimum = F::kMin ? load_scales(after, part, F32) : zero();
+    const Vec below = F::kZeros ? sub(zero(), load_u8(after + 16 * part)) : zero();
+    HR_UNROLL for (int r = 0; r < kTileRows; ++r) {
+      IVec ints = load_ints(dots + 16 * r);
+      if constexpr (F::kSame && Bits == 8)
+        ints = add(ints, iset1(reinterpret_cast<const int32_t*>(beside)[r]));
+      Vec value = to_float(ints);
+      if constexpr (F::kSame && Bits == 4) value = fma(all_below, set1(beside[r]), value);
+      if constexpr (F::kZeros) value = fma(below, set1(beside[r]), value);
+      if constexpr (Group != 0) value = mul(value, scale);
+      acc[r] = fma(value, set1(step[r]), acc[r]);
+      if constexpr (F::kMin) acc[r] = fma(minimum, set1(beside[r]), acc[r]);
+    }
+    dots += kTileRows * 16;
+    step += kTileRows;
+    beside += kTileRows;
+  }
+  HR_UNROLL for (int r = 0; r < kTileRows; ++r) store(acc_at + 16 * r, acc[r]);
+}
+
+// One block of rows against sixteen outputs. w: the packed tile row; codes: its codes as bytes. ahead: so
+// many bytes further on weights are asked for; 0 = none.
+template <int Bits, bool F32, int Offsets, int Group>
+void multiply_block(const MatmulArgs& a, const RowBlock& block, const uint8_t* w, const uint8_t* codes,
+                    int tile, size_t ahead) {
+  using F = Format<Bits, F32, Offsets, Group>;
+  constexpr int kInputs = F::kInputs;
+  const int steps = a.k / kInputs;
+  const int8_t* q = reinterpret_cast<const int8_t*>(block.x);
+  const size_t stride = block.stride;
+  const auto codes_at = [codes](int s) {
+    return codes + static_cast<size_t>(s / F::kParts) * F::kStride + s % F::kParts * kInputs * 16;
+  };
+  alignas(64) int32_t dots[kChunk][kTileRows * 16];
+  alignas(64) float acc[kTileRows * 16];
+  std::memset(acc, 0, sizeof acc);
+  for (int first = 0; first < steps; first += kChunk) {
+    const int count = steps - first < kChunk ? steps - first : kChunk;
+    int s = 0;
+    for (; s + 2 <= count; s += 2) {  // two sets of registers in turn
+      _tile_zero(0);
+      _tile_loadd(2, q + (first + s) * kInputs, stride);
+      _tile_loadd(4, codes_at(first + s), 64);
+      _tile_dpbsud(0, 2, 4);
+      _tile_zero(1);
+      _tile_loadd(3, q + (first + s + 1) * kInputs, stride);
+      _tile_loadd(5, codes_at(first + s + 1), 64);
+      _tile_dpbsud(1, 3, 5);
+      _tile_stored(0, dots[s], 64);
+      _tile_stored(1, dots[s + 1], 64);
+    }
+    if (s < count) {
+      _tile_zero(0);
+      _tile_loadd(2, q + (first + s) * kInputs, stride);
+      _tile_loadd(4, codes_at(first + s), 64);
+      _tile_dpbsud(0, 2, 4);
+      _tile_stored(0, dots[s], 64);
+    }
+    for (s = 0; s < count; ++s) {
+      const int group = (first + s) / F::kParts;
+      if (block.wide[group / 64] >> (group % 64) & 1)
+        add_fine(dots[s], block, a.k, group, q + QuantRow::fine_offset(a.k) + (first + s) * kInputs,
+                 codes_at(first + s));
+    }
+    if (ahead) {
+      const uint8_t* from = w + ahead + static_cast<size_t>(first / F::kParts) * F::kTile;
+      for (size_t i = 0; i < F::kTile * static_cast<size_t>(count) / F::kParts; i += 64) prefetch(from + i);
+    }
+    add_products<Bits, F32, Offsets, Group>(block, w, dots[0], first, count, a.format.zero_point, acc);
+  }
+  const float* scales = reinterpret_cast<const float*>(w + static_cast<size_t>(a.k) / 32 * F::kTile);
+  for (int r = 0; r < block.count; ++r) {
+    const Vec sum = load(acc + 16 * r);
+    finish(a, Group == 0 ? mul(sum, load(scales)) : sum, block.row + r, tile);
+  }
+}
+
+// What a thread's scratch holds: a tile row's codes as bytes, the row blocks' numbers, and a block that is
+// not whole with rows of zeros behind it.
+template <int Bits, bool F32, int Offsets, int Group>
+void matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
+  using F = Format<Bits, F32, Offsets, Group>;
+  const size_t k = static_cast<size_t>(a.k), tile_row = a.format.row_bytes(a.k);
+  uint8_t* space = reinterpret_cast<uint8_t*>(a.scratch);
+  space += (64 - reinterpret_cast<uintptr_t>(space) % 64) % 64;
+  const auto take = [&space](size_t bytes) {
+    uint8_t* taken = space;
+    space += (bytes + 63) / 64 * 64;
+    return taken;
+  };
+  uint8_t* bytes = take(16 * k);
+  RowBlock blocks[kRowBlock / kTileRows];
+  int count = 0, row = row_begin;
+  for (; row_end - row >= kFewest; ++count) {
+    RowBlock& block = blocks[count];
+    block.x = a.input + static_cast<size_t>(row) * a.input_stride;
+    block.stride = a.input_stride;
+    block.row = row;
+    block.count = row_end - row < kTileRows ? row_end - row : kTileRows;
+    if (block.count < kTileRows) {
+      uint8_t* rows = take(kTileRows * a.input_stride);
+      std::memcpy(rows, block.x, static_cast<size_t>(block.count) * a.input_stride);
+      std::memset(rows + static_cast<size_t>(block.count) * a.input_stride, 0,
+                  static_cast<size_t>(kTileRows - block.count) * a.input_stride);
+      block.x = rows;
+    }
+    const size_t numbers = k / F::kInputs * kTileRows * sizeof(float);
+    block.steps = reinterpret_cast<float*>(take(numbers));
+    block.beside = reinterpret_cast<float*>(take(numbers));
+    block.wide = reinterpret_cast<uint64_t*>(take(8 * QuantRow::wide_words(a.k)));
+    gather<F, Bits>(a, block);
+    row += block.count;
+  }
+  {
+    const TileShape sums{kTileRows, 64}, x{kTileRows, F::kInputs}, w_rows{F::kInputs / 4, 64};
+    const Tiles tiles({sums, sums, x, x, w_rows, w_rows, sums, {0, 0}});
+    const uint8_t* w = a.weights + static_cast<size_t>(tile_begin) * tile_row;
+    for (int tile = tile_begin; tile < tile_end; ++tile, w += tile_row) {
+      const size_t ahead = tile + 1 < tile_end ? tile_row : 0;
+      if constexpr (Bits == 4) widen(w, F::kTile, a.k / 32, bytes);
+      const uint8_t* codes = Bits == 4 ? bytes : w;
+      for (int i = 0; i < count; ++i)
+        multiply_block<Bits, F32, Offsets, Group>(a, blocks[i], w, codes, tile, i == 0 ? ahead : 0);
+    }
+  }
+  if (row < row_end) avx512::quant_matmul(a, tile_begin, tile_end, row, row_end);
+}
+
+template <int Bits, bool F32, int Offsets, int Group>
+struct Codes {
+  static constexpr auto kRun = matmul_of<Bits, F32, Offsets, Group>;
+};
+
+}  // namespace
+
+void quant_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
+  if (row_end - row_begin < kFewest) return avx512::quant_matmul(a, tile_begin, tile_end, row_begin, row_end);
+  kernel_of<Codes>(a.format)(a, tile_begin, tile_end, row_begin, row_end);
+}
+
+}  // namespace HR_ISA
+}  // namespace headrace
