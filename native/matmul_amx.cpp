@@ -23,7 +23,7 @@ struct RowBlock {
   int row, count;
   float* steps;
   float* beside;
-  uint64_t* wide;  // groups that are, in any of the rows
+  uint16_t* wide;  // of each group the rows that are
 };
 
 template <int Bits, bool F32, int Offsets, int Group>
@@ -41,30 +41,33 @@ struct Format {
 
 template <class F, int Bits>
 void gather(const MatmulArgs& a, const RowBlock& block) {
-  const int steps = a.k / F::kInputs;
-  const size_t words = QuantRow::wide_words(a.k);
-  std::memset(block.steps, 0, static_cast<size_t>(steps) * kTileRows * sizeof(float));
-  std::memset(block.beside, 0, static_cast<size_t>(steps) * kTileRows * sizeof(float));
-  std::memset(block.wide, 0, words * sizeof(uint64_t));
-  for (int r = 0; r < block.count; ++r) {
-    const uint8_t* x = block.x + static_cast<size_t>(r) * block.stride;
-    const float* scale = reinterpret_cast<const float*>(x + QuantRow::scale_offset(a.k));
-    const float* scaled_sum = reinterpret_cast<const float*>(x + QuantRow::scaled_sum_offset(a.k));
-    const int32_t* sums = reinterpret_cast<const int32_t*>(x + QuantRow::sum_offset(a.k));
-    const uint64_t* wide = reinterpret_cast<const uint64_t*>(x + QuantRow::wide_offset(a.k));
-    for (size_t i = 0; i < words; ++i) block.wide[i] |= wide[i];
-    for (int s = 0; s < steps; ++s) {
-      const float step = scale[s / F::kParts];
-      const int32_t sum = F::kParts == 1 ? sums[2 * s] + sums[2 * s + 1] : sums[s];
-      float beside = static_cast<float>(sum);
-      if (F::kMin) beside = F::kParts == 1 ? scaled_sum[s] : step * static_cast<float>(sum);
-      if (F::kSame && Bits == 8) {
-        const int32_t below = -a.format.zero_point * sum;
-        std::memcpy(&beside, &below, 4);
-      }
-      block.steps[s * kTileRows + r] = step;
-      block.beside[s * kTileRows + r] = beside;
+  const __m512i row = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i rows = _mm512_mullo_epi32(row, _mm512_set1_epi32(static_cast<int32_t>(block.stride)));
+  const auto floats = [&](size_t at) { return _mm512_i32gather_ps(rows, block.x + at, 1); };
+  const auto ints = [&](size_t at) { return _mm512_i32gather_epi32(rows, block.x + at, 1); };
+  const size_t scales = QuantRow::scale_offset(a.k), sums = QuantRow::sum_offset(a.k);
+  const size_t scaled_sums = QuantRow::scaled_sum_offset(a.k), wide = QuantRow::wide_offset(a.k);
+  for (int s = 0; s < a.k / F::kInputs; ++s) {
+    const size_t at = 4 * static_cast<size_t>(s);
+    const __m512 step = floats(scales + 4 * static_cast<size_t>(s / F::kParts));
+    _mm512_store_ps(block.steps + s * kTileRows, step);
+    __m512 beside;
+    if constexpr (F::kMin && F::kParts == 1) {
+      beside = floats(scaled_sums + at);
+    } else {
+      __m512i sum = ints(sums + at);
+      if constexpr (F::kParts == 1) sum = _mm512_add_epi32(ints(sums + 2 * at), ints(sums + 2 * at + 4));
+      beside = _mm512_cvtepi32_ps(sum);
+      if constexpr (F::kMin) beside = _mm512_mul_ps(step, beside);
+      if constexpr (F::kSame && Bits == 8)
+        beside = _mm512_castsi512_ps(_mm512_mullo_epi32(sum, _mm512_set1_epi32(-a.format.zero_point)));
     }
+    _mm512_store_ps(block.beside + s * kTileRows, beside);
+  }
+  for (int g = 0; g < a.k / 32; ++g) {
+    const __m512i bit = _mm512_set1_epi32(1 << g % 32);
+    block.wide[g] =
+        static_cast<uint16_t>(_mm512_test_epi32_mask(ints(wide + 4 * static_cast<size_t>(g / 32)), bit));
   }
 }
 
@@ -81,21 +84,18 @@ void widen(const uint8_t* w, size_t tile_bytes, int groups, uint8_t* out) {
   }
 }
 
-// Where a group is wide in some rows: 254 q + fine in those. Fine bytes of the others are zero.
-__attribute__((noinline)) void add_fine(int32_t* dots, const RowBlock& block, int k, int group,
-                                        const int8_t* fine, const uint8_t* codes) {
-  alignas(64) int32_t more[kTileRows * 16];
-  _tile_zero(6);
-  _tile_loadd(2, fine, block.stride);
-  _tile_loadd(4, codes, 64);
-  _tile_dpbsud(6, 2, 4);
-  _tile_stored(6, more, 64);
-  for (int r = 0; r < block.count; ++r) {
-    const uint8_t* x = block.x + static_cast<size_t>(r) * block.stride;
-    const uint64_t word = reinterpret_cast<const uint64_t*>(x + QuantRow::wide_offset(k))[group / 64];
-    if (!(word >> (group % 64) & 1)) continue;
-    const IVec sum = add(mul(load_ints(dots + 16 * r), iset1(QuantRow::kWide)), load_ints(more + 16 * r));
-    _mm512_store_si512(dots + 16 * r, sum.v);
+// 254 q + fine in the rows of a group that are wide: mostly one or two.
+template <int Inputs>
+__attribute__((noinline)) void add_fine(int32_t* dots, uint32_t wide, const int8_t* fine, size_t stride,
+                                        const uint8_t* codes) {
+  Bytes all[Inputs / 4];
+  HR_UNROLL for (int j = 0; j < Inputs / 4; ++j) all[j] = load_bytes(codes + 64 * j);
+  for (; wide; wide &= wide - 1) {
+    const int r = __builtin_ctz(wide);
+    IVec sum[2] = {mul(load_ints(dots + 16 * r), iset1(QuantRow::kWide)), izero()};
+    HR_UNROLL for (int j = 0; j < Inputs / 4; ++j) sum[j % 2] =
+        dot_u8(sum[j % 2], all[j], fine + static_cast<size_t>(r) * stride + 4 * j);
+    _mm512_store_si512(dots + 16 * r, add(sum[0], sum[1]).v);
   }
 }
 
@@ -174,10 +174,9 @@ void multiply_block(const MatmulArgs& a, const RowBlock& block, const uint8_t* w
       _tile_stored(0, dots[s], 64);
     }
     for (s = 0; s < count; ++s) {
-      const int group = (first + s) / F::kParts;
-      if (block.wide[group / 64] >> (group % 64) & 1)
-        add_fine(dots[s], block, a.k, group, q + QuantRow::fine_offset(a.k) + (first + s) * kInputs,
-                 codes_at(first + s));
+      if (const uint32_t wide = block.wide[(first + s) / F::kParts])
+        add_fine<kInputs>(dots[s], wide, q + QuantRow::fine_offset(a.k) + (first + s) * kInputs, stride,
+                          codes_at(first + s));
     }
     if (ahead) {
       const uint8_t* from = w + ahead + static_cast<size_t>(first / F::kParts) * F::kTile;
@@ -224,13 +223,13 @@ void matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin,
     const size_t numbers = k / F::kInputs * kTileRows * sizeof(float);
     block.steps = reinterpret_cast<float*>(take(numbers));
     block.beside = reinterpret_cast<float*>(take(numbers));
-    block.wide = reinterpret_cast<uint64_t*>(take(8 * QuantRow::wide_words(a.k)));
+    block.wide = reinterpret_cast<uint16_t*>(take(k / 16));
     gather<F, Bits>(a, block);
     row += block.count;
   }
   {
     const TileShape sums{kTileRows, 64}, x{kTileRows, F::kInputs}, w_rows{F::kInputs / 4, 64};
-    const Tiles tiles({sums, sums, x, x, w_rows, w_rows, sums, {0, 0}});
+    const Tiles tiles({sums, sums, x, x, w_rows, w_rows, {0, 0}, {0, 0}});
     const uint8_t* w = a.weights + static_cast<size_t>(tile_begin) * tile_row;
     for (int tile = tile_begin; tile < tile_end; ++tile, w += tile_row) {
       const size_t ahead = tile + 1 < tile_end ? tile_row : 0;
