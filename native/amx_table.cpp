@@ -11,6 +11,7 @@ const Kernels& avx512_amx_kernels() {
   static const Kernels table = [] {
     Kernels all = avx512_bf16_kernels();
     all.name = "avx512_amx";
+    all.tile_run = 1;
     all.quant_matmul = avx512_amx::quant_matmul;
     all.attention = avx512_amx::attention;
     return all;

@@ -34,14 +34,23 @@ float read_lines(const uint8_t*, size_t);
 }  // namespace HR_BASE
 
 const Kernels& HR_JOIN(HR_ISA, _kernels)() {
-  static const Kernels table{HR_STRINGIFY(HR_ISA),    HR_BASE::quant_matmul,
-                             HR_ISA::dense_matmul,    HR_BASE::norm,
-                             HR_BASE::quantise,       HR_BASE::glu,
-                             HR_BASE::rope,           HR_ISA::attention,
-                             HR_BASE::attention_int8, HR_ISA::merge_partitions,
-                             HR_BASE::embed,          HR_BASE::pool,
-                             HR_BASE::softcap,        HR_BASE::sample_row,
-                             HR_BASE::read_lines,     HR_ISA::multiply};
+  static const Kernels table{HR_STRINGIFY(HR_ISA),
+                             4,
+                             HR_BASE::quant_matmul,
+                             HR_ISA::dense_matmul,
+                             HR_BASE::norm,
+                             HR_BASE::quantise,
+                             HR_BASE::glu,
+                             HR_BASE::rope,
+                             HR_ISA::attention,
+                             HR_BASE::attention_int8,
+                             HR_ISA::merge_partitions,
+                             HR_BASE::embed,
+                             HR_BASE::pool,
+                             HR_BASE::softcap,
+                             HR_BASE::sample_row,
+                             HR_BASE::read_lines,
+                             HR_ISA::multiply};
   return table;
 }
 

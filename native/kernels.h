@@ -71,7 +71,9 @@ struct MatmulArgs {
   int32_t n;             // outputs
   int32_t k;             // inputs, multiple of 32 (dense: exact)
   int32_t add;           // 1 = add to what output holds (the residual stream)
-  float* scratch;        // matmul_scratch_floats(format, k)
+  // matmul_scratch_floats(format, k). Its first number is zero in a thread's first call for a product; what
+  // is made of rows may be left there for the next.
+  float* scratch;
 };
 
 constexpr int kRowBlock = 48;  // rows, at most: they stay in cache while weights stream past
@@ -81,7 +83,7 @@ inline size_t matmul_row_floats(int k) { return static_cast<size_t>(kRowBlock) *
 inline size_t matmul_scratch_floats(const WeightFormat& format, int k) {
   if (format.kind == WeightFormat::kF32) return 0;
   if (format.dense()) return matmul_row_floats(k) + 64 * static_cast<size_t>(k + 1) / 2;
-  return 12 * static_cast<size_t>(k) + 4 * QuantRow::bytes(k) + 256;
+  return 12 * static_cast<size_t>(k) + 4 * QuantRow::bytes(k) + 512;
 }
 
 struct NormArgs {
@@ -244,6 +246,7 @@ enum class MultiplyKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat = 2 };
 
 struct Kernels {
   const char* name;
+  int tile_run;  // tile rows that quant_matmul takes together where rows are many
   void (*quant_matmul)(const MatmulArgs&, int tile_begin, int tile_end, int row_begin, int row_end);
   void (*dense_matmul)(const MatmulArgs&, int tile_begin, int tile_end, int row_begin, int row_end);
   void (*norm)(const NormArgs&, int row_begin, int row_end);

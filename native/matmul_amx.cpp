@@ -135,63 +135,82 @@ __attribute__((noinline)) void add_products(const RowBlock& block, const uint8_t
   HR_UNROLL for (int r = 0; r < kTileRows; ++r) store(acc_at + 16 * r, acc[r]);
 }
 
-// One block of rows against sixteen outputs. w: the packed tile row; codes: its codes as bytes. ahead: so
-// many bytes further on weights are asked for; 0 = none.
-template <int Bits, bool F32, int Offsets, int Group>
-void multiply_block(const MatmulArgs& a, const RowBlock& block, const uint8_t* w, const uint8_t* codes,
-                    int tile, size_t ahead) {
-  using F = Format<Bits, F32, Offsets, Group>;
-  constexpr int kInputs = F::kInputs;
-  const int steps = a.k / kInputs;
-  const int8_t* q = reinterpret_cast<const int8_t*>(block.x);
+// The products of steps [first, first + count), each of sixteen rows and sixteen outputs, in dots. codes:
+// theirs, as bytes. soon: weights that are asked for meanwhile, so far as a step's; or null.
+template <class F>
+HR_INLINE void multiply_steps(const RowBlock& block, int k, const uint8_t* codes, int first, int count,
+                              const uint8_t* soon, int32_t (*dots)[kTileRows * 16]) {
+  const int8_t* q = reinterpret_cast<const int8_t*>(block.x) + first * F::kInputs;
   const size_t stride = block.stride;
   const auto codes_at = [codes](int s) {
-    return codes + static_cast<size_t>(s / F::kParts) * F::kStride + s % F::kParts * kInputs * 16;
+    return codes + static_cast<size_t>(s / F::kParts) * F::kStride + s % F::kParts * F::kInputs * 16;
   };
-  alignas(64) int32_t dots[kChunk][kTileRows * 16];
-  alignas(64) float acc[kTileRows * 16];
-  std::memset(acc, 0, sizeof acc);
-  for (int first = 0; first < steps; first += kChunk) {
-    const int count = steps - first < kChunk ? steps - first : kChunk;
-    int s = 0;
-    for (; s + 2 <= count; s += 2) {  // two sets of registers in turn
-      _tile_zero(0);
-      _tile_loadd(2, q + (first + s) * kInputs, stride);
-      _tile_loadd(4, codes_at(first + s), 64);
-      _tile_dpbsud(0, 2, 4);
-      _tile_zero(1);
-      _tile_loadd(3, q + (first + s + 1) * kInputs, stride);
-      _tile_loadd(5, codes_at(first + s + 1), 64);
-      _tile_dpbsud(1, 3, 5);
-      _tile_stored(0, dots[s], 64);
-      _tile_stored(1, dots[s + 1], 64);
-    }
-    if (s < count) {
-      _tile_zero(0);
-      _tile_loadd(2, q + (first + s) * kInputs, stride);
-      _tile_loadd(4, codes_at(first + s), 64);
-      _tile_dpbsud(0, 2, 4);
-      _tile_stored(0, dots[s], 64);
-    }
-    for (s = 0; s < count; ++s) {
-      if (const uint32_t wide = block.wide[(first + s) / F::kParts])
-        add_fine<kInputs>(dots[s], wide, q + QuantRow::fine_offset(a.k) + (first + s) * kInputs, stride,
-                          codes_at(first + s));
-    }
-    if (ahead) {
-      const uint8_t* from = w + ahead + static_cast<size_t>(first / F::kParts) * F::kTile;
-      for (size_t i = 0; i < F::kTile * static_cast<size_t>(count) / F::kParts; i += 64) prefetch(from + i);
-    }
-    add_products<Bits, F32, Offsets, Group>(block, w, dots[0], first, count, a.format.zero_point, acc);
+  const auto ask = [soon](int s) {
+    if (!soon || s % F::kParts) return;
+    const uint8_t* at = soon + static_cast<size_t>(s / F::kParts) * F::kTile;
+    HR_UNROLL for (size_t i = 0; i < F::kTile; i += 64) prefetch(at + i);
+  };
+  int s = 0;
+  for (; s + 2 <= count; s += 2) {  // two sets of registers in turn
+    _tile_zero(0);
+    _tile_loadd(2, q + s * F::kInputs, stride);
+    _tile_loadd(4, codes_at(s), 64);
+    _tile_dpbsud(0, 2, 4);
+    _tile_zero(1);
+    _tile_loadd(3, q + (s + 1) * F::kInputs, stride);
+    _tile_loadd(5, codes_at(s + 1), 64);
+    _tile_dpbsud(1, 3, 5);
+    ask(s);
+    ask(s + 1);
+    _tile_stored(0, dots[s], 64);
+    _tile_stored(1, dots[s + 1], 64);
   }
-  const float* scales = reinterpret_cast<const float*>(w + static_cast<size_t>(a.k) / 32 * F::kTile);
-  for (int r = 0; r < block.count; ++r) {
-    const Vec sum = load(acc + 16 * r);
-    finish(a, Group == 0 ? mul(sum, load(scales)) : sum, block.row + r, tile);
+  if (s < count) {
+    _tile_zero(0);
+    _tile_loadd(2, q + s * F::kInputs, stride);
+    _tile_loadd(4, codes_at(s), 64);
+    _tile_dpbsud(0, 2, 4);
+    ask(s);
+    _tile_stored(0, dots[s], 64);
+  }
+  for (s = 0; s < count; ++s) {
+    if (const uint32_t wide = block.wide[(first + s) / F::kParts])
+      add_fine<F::kInputs>(dots[s], wide, q + QuantRow::fine_offset(k) + s * F::kInputs, stride, codes_at(s));
   }
 }
 
-// What a thread's scratch holds: a tile row's codes as bytes, the row blocks' numbers, and a block that is
+// All row blocks against sixteen outputs. w: the packed tile row. ahead: so many bytes further on weights are
+// asked for; 0 = none.
+template <int Bits, bool F32, int Offsets, int Group>
+void multiply_tile(const MatmulArgs& a, const RowBlock* blocks, int count, const uint8_t* w, int tile,
+                   size_t ahead) {
+  using F = Format<Bits, F32, Offsets, Group>;
+  const int steps = a.k / F::kInputs;
+  alignas(64) float acc[kRowBlock / kTileRows][kTileRows * 16];
+  alignas(64) int32_t dots[kChunk][kTileRows * 16];
+  alignas(64) uint8_t bytes[Bits == 4 ? 512 * kChunk / F::kParts : 64];
+  std::memset(acc, 0, static_cast<size_t>(count) * sizeof acc[0]);
+  for (int first = 0; first < steps; first += kChunk) {
+    const int some = steps - first < kChunk ? steps - first : kChunk;
+    const uint8_t* at = w + static_cast<size_t>(first / F::kParts) * F::kTile;
+    if constexpr (Bits == 4) widen(at, F::kTile, some / F::kParts, bytes);
+    for (int i = 0; i < count; ++i) {
+      multiply_steps<F>(blocks[i], a.k, Bits == 4 ? bytes : at, first, some,
+                        i || !ahead ? nullptr : at + ahead, dots);
+      add_products<Bits, F32, Offsets, Group>(blocks[i], w, dots[0], first, some, a.format.zero_point,
+                                              acc[i]);
+    }
+  }
+  const float* scales = reinterpret_cast<const float*>(w + static_cast<size_t>(a.k) / 32 * F::kTile);
+  for (int i = 0; i < count; ++i) {
+    for (int r = 0; r < blocks[i].count; ++r) {
+      const Vec sum = load(acc[i] + 16 * r);
+      finish(a, Group == 0 ? mul(sum, load(scales)) : sum, blocks[i].row + r, tile);
+    }
+  }
+}
+
+// What a thread's scratch holds: which rows it was filled for, the row blocks' numbers, and a block that is
 // not whole with rows of zeros behind it.
 template <int Bits, bool F32, int Offsets, int Group>
 void matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
@@ -204,7 +223,10 @@ void matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin,
     space += (bytes + 63) / 64 * 64;
     return taken;
   };
-  uint8_t* bytes = take(16 * k);
+  int32_t* filled_for = reinterpret_cast<int32_t*>(a.scratch);
+  take(sizeof *filled_for);
+  const bool fill = *filled_for != row_begin + 1;
+  *filled_for = row_begin + 1;
   RowBlock blocks[kRowBlock / kTileRows];
   int count = 0, row = row_begin;
   for (; row_end - row >= kFewest; ++count) {
@@ -214,30 +236,32 @@ void matmul_of(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin,
     block.row = row;
     block.count = row_end - row < kTileRows ? row_end - row : kTileRows;
     if (block.count < kTileRows) {
-      uint8_t* rows = take(kTileRows * a.input_stride);
-      std::memcpy(rows, block.x, static_cast<size_t>(block.count) * a.input_stride);
-      std::memset(rows + static_cast<size_t>(block.count) * a.input_stride, 0,
-                  static_cast<size_t>(kTileRows - block.count) * a.input_stride);
+      const size_t row_bytes = QuantRow::bytes(a.k);
+      uint8_t* rows = take(kTileRows * row_bytes);
+      for (int r = 0; fill && r < kTileRows; ++r) {
+        if (r < block.count) {
+          std::memcpy(rows + r * row_bytes, block.x + r * block.stride, row_bytes);
+        } else {
+          std::memset(rows + r * row_bytes, 0, row_bytes);
+        }
+      }
       block.x = rows;
+      block.stride = row_bytes;
     }
     const size_t numbers = k / F::kInputs * kTileRows * sizeof(float);
     block.steps = reinterpret_cast<float*>(take(numbers));
     block.beside = reinterpret_cast<float*>(take(numbers));
     block.wide = reinterpret_cast<uint16_t*>(take(k / 16));
-    gather<F, Bits>(a, block);
+    if (fill) gather<F, Bits>(a, block);
     row += block.count;
   }
   {
     const TileShape sums{kTileRows, 64}, x{kTileRows, F::kInputs}, w_rows{F::kInputs / 4, 64};
     const Tiles tiles({sums, sums, x, x, w_rows, w_rows, {0, 0}, {0, 0}});
     const uint8_t* w = a.weights + static_cast<size_t>(tile_begin) * tile_row;
-    for (int tile = tile_begin; tile < tile_end; ++tile, w += tile_row) {
-      const size_t ahead = tile + 1 < tile_end ? tile_row : 0;
-      if constexpr (Bits == 4) widen(w, F::kTile, a.k / 32, bytes);
-      const uint8_t* codes = Bits == 4 ? bytes : w;
-      for (int i = 0; i < count; ++i)
-        multiply_block<Bits, F32, Offsets, Group>(a, blocks[i], w, codes, tile, i == 0 ? ahead : 0);
-    }
+    const int last = (a.n - 1) / 16;  // of the matrix: who does these tiles mostly does the next
+    for (int tile = tile_begin; tile < tile_end; ++tile, w += tile_row)
+      multiply_tile<Bits, F32, Offsets, Group>(a, blocks, count, w, tile, tile < last ? tile_row : 0);
   }
   if (row < row_end) avx512::quant_matmul(a, tile_begin, tile_end, row, row_end);
 }

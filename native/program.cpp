@@ -276,8 +276,8 @@ void Program::rows_of(const Instruction& in, int begin, int end, const BatchView
 }
 
 Program::Tiles Program::tiles_of(const Instruction& in) const {
-  const int tiles = (in.i0 + 15) / 16;
-  const int chunk = std::clamp(tiles / (pool_.threads() * 6) / 4 * 4, 4, 64);
+  const int tiles = (in.i0 + 15) / 16, run = kernels_.tile_run;
+  const int chunk = std::clamp(tiles / (pool_.threads() * 6) / run * run, run, 64);
   return {chunk, (tiles + chunk - 1) / chunk};
 }
 
@@ -315,6 +315,7 @@ MatmulArgs Program::matmul_args(const Instruction& in, int thread) {
   a.k = in.i1;
   a.add = in.i2;
   a.scratch = scratch_[static_cast<size_t>(thread)].data();
+  a.scratch[0] = 0.0f;
   return a;
 }
 
