@@ -148,7 +148,7 @@ HR_INLINE void multiply_steps(const RowBlock& block, int k, const uint8_t* codes
   const auto ask = [soon](int s) {
     if (!soon || s % F::kParts) return;
     const uint8_t* at = soon + static_cast<size_t>(s / F::kParts) * F::kTile;
-    HR_UNROLL for (size_t i = 0; i < F::kTile; i += 64) prefetch(at + i);
+    HR_UNROLL for (size_t i = 0; i < F::kTile; i += 64) __builtin_prefetch(at + i, 0, 2);
   };
   int s = 0;
   for (; s + 2 <= count; s += 2) {  // two sets of registers in turn
