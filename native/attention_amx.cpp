@@ -72,6 +72,11 @@ HR_INLINE void score_blocks(const Factor* q, size_t stride, const uint8_t* const
   }
 }
 
+// A block's keys or values, for the second cache.
+HR_INLINE void ask_for(const uint8_t* p, int head_dim) {
+  for (int i = 0; i < 32 * head_dim; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
 // Adds weighted values of blocks [from, to), 16 slots at a time, to features [d, d + 16 NT) of all vectors.
 template <int NT>
 HR_INLINE void weigh_values(float* acc, size_t acc_stride, const Factor (*weights)[kTile],
@@ -151,12 +156,13 @@ struct Amx {
     alignas(64) Factor weights[kTileVectors][kTile];
     const size_t query_stride = static_cast<size_t>(head_dim) * sizeof(float);
     int b = 0;
-    for (; b + 4 <= kv.blocks; b += 4) {
+    for (; kv.near && b + 4 <= kv.blocks; b += 4) {
       kv.ask_ahead(4);
       score_blocks<4>(q[0], query_stride, kv.keys + b, head_dim, scores[0] + 16 * b);
     }
     for (; b < kv.blocks; ++b) {
       kv.ask_ahead(1);
+      if (!kv.near) ask_for(kv.values[b], head_dim);
       score_blocks<1>(q[0], query_stride, kv.keys + b, head_dim, scores[0] + 16 * b);
     }
     for (; b < kTileBlocks; ++b)
