@@ -26,49 +26,49 @@ HR_INLINE TileShape shape_of(int tile, int vectors) {
 template <int NB>
 HR_INLINE void score_blocks(const Factor* q, size_t stride, const uint8_t* const* keys, int head_dim,
                             float* scores) {
-  _tile_zero(0);
-  if constexpr (NB > 1) _tile_zero(1);
+  zero_tile<0>();
+  if constexpr (NB > 1) zero_tile<1>();
   if constexpr (NB > 2) {
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_tile<2>();
+    zero_tile<3>();
   }
   int d = 0;
   for (; d + 32 <= head_dim; d += 32) {
-    _tile_loadd(4, q + d, stride);
-    _tile_loadd(5, keys[0] + d * 32, 64);
-    _tile_dpbf16ps(0, 4, 5);
+    load_tile<4>(q + d, stride);
+    load_tile<5>(keys[0] + d * 32, 64);
+    add_bf16<0, 4, 5>();
     if constexpr (NB > 1) {
-      _tile_loadd(5, keys[1] + d * 32, 64);
-      _tile_dpbf16ps(1, 4, 5);
+      load_tile<5>(keys[1] + d * 32, 64);
+      add_bf16<1, 4, 5>();
     }
     if constexpr (NB > 2) {
-      _tile_loadd(5, keys[2] + d * 32, 64);
-      _tile_dpbf16ps(2, 4, 5);
-      _tile_loadd(5, keys[3] + d * 32, 64);
-      _tile_dpbf16ps(3, 4, 5);
+      load_tile<5>(keys[2] + d * 32, 64);
+      add_bf16<2, 4, 5>();
+      load_tile<5>(keys[3] + d * 32, 64);
+      add_bf16<3, 4, 5>();
     }
   }
   if (d < head_dim) {
-    _tile_loadd(6, q + d, stride);
-    _tile_loadd(7, keys[0] + d * 32, 64);
-    _tile_dpbf16ps(0, 6, 7);
+    load_tile<6>(q + d, stride);
+    load_tile<7>(keys[0] + d * 32, 64);
+    add_bf16<0, 6, 7>();
     if constexpr (NB > 1) {
-      _tile_loadd(7, keys[1] + d * 32, 64);
-      _tile_dpbf16ps(1, 6, 7);
+      load_tile<7>(keys[1] + d * 32, 64);
+      add_bf16<1, 6, 7>();
     }
     if constexpr (NB > 2) {
-      _tile_loadd(7, keys[2] + d * 32, 64);
-      _tile_dpbf16ps(2, 6, 7);
-      _tile_loadd(7, keys[3] + d * 32, 64);
-      _tile_dpbf16ps(3, 6, 7);
+      load_tile<7>(keys[2] + d * 32, 64);
+      add_bf16<2, 6, 7>();
+      load_tile<7>(keys[3] + d * 32, 64);
+      add_bf16<3, 6, 7>();
     }
   }
   constexpr size_t kRow = kTile * sizeof(float);
-  _tile_stored(0, scores, kRow);
-  if constexpr (NB > 1) _tile_stored(1, scores + 16, kRow);
+  store_tile<0>(scores, kRow);
+  if constexpr (NB > 1) store_tile<1>(scores + 16, kRow);
   if constexpr (NB > 2) {
-    _tile_stored(2, scores + 32, kRow);
-    _tile_stored(3, scores + 48, kRow);
+    store_tile<2>(scores + 32, kRow);
+    store_tile<3>(scores + 48, kRow);
   }
 }
 
@@ -81,31 +81,31 @@ HR_INLINE void ask_for(const uint8_t* p, int head_dim) {
 template <int NT>
 HR_INLINE void weigh_values(float* acc, size_t acc_stride, const Factor (*weights)[kTile],
                             const uint8_t* const* values, size_t value_stride, int d, int from, int to) {
-  _tile_loadd(0, acc + d, acc_stride);
+  load_tile<0>(acc + d, acc_stride);
   if constexpr (NT > 1) {
-    _tile_loadd(1, acc + d + 16, acc_stride);
-    _tile_loadd(2, acc + d + 32, acc_stride);
-    _tile_loadd(3, acc + d + 48, acc_stride);
+    load_tile<1>(acc + d + 16, acc_stride);
+    load_tile<2>(acc + d + 32, acc_stride);
+    load_tile<3>(acc + d + 48, acc_stride);
   }
   for (int b = from; b < to; ++b) {
     const uint8_t* v = values[b] + d * 4;
-    _tile_loadd(6, weights[0] + 16 * b, kTile * sizeof(Factor));
-    _tile_loadd(7, v, value_stride);
-    _tile_dpbf16ps(0, 6, 7);
+    load_tile<6>(weights[0] + 16 * b, kTile * sizeof(Factor));
+    load_tile<7>(v, value_stride);
+    add_bf16<0, 6, 7>();
     if constexpr (NT > 1) {
-      _tile_loadd(7, v + 64, value_stride);
-      _tile_dpbf16ps(1, 6, 7);
-      _tile_loadd(7, v + 128, value_stride);
-      _tile_dpbf16ps(2, 6, 7);
-      _tile_loadd(7, v + 192, value_stride);
-      _tile_dpbf16ps(3, 6, 7);
+      load_tile<7>(v + 64, value_stride);
+      add_bf16<1, 6, 7>();
+      load_tile<7>(v + 128, value_stride);
+      add_bf16<2, 6, 7>();
+      load_tile<7>(v + 192, value_stride);
+      add_bf16<3, 6, 7>();
     }
   }
-  _tile_stored(0, acc + d, acc_stride);
+  store_tile<0>(acc + d, acc_stride);
   if constexpr (NT > 1) {
-    _tile_stored(1, acc + d + 16, acc_stride);
-    _tile_stored(2, acc + d + 32, acc_stride);
-    _tile_stored(3, acc + d + 48, acc_stride);
+    store_tile<1>(acc + d + 16, acc_stride);
+    store_tile<2>(acc + d + 32, acc_stride);
+    store_tile<3>(acc + d + 48, acc_stride);
   }
 }
 

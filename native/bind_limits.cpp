@@ -83,8 +83,10 @@ double measure_multiply(const std::string& isa, int threads, const std::string& 
     what = MultiplyKind::kBf16;
   } else if (kind == "float32") {
     what = MultiplyKind::kFloat;
+  } else if (kind == "vector int8") {
+    what = MultiplyKind::kVectorInt8;
   } else {
-    throw std::invalid_argument("kind: int8, bf16 or float32");
+    throw std::invalid_argument("kind: int8, bf16, float32 or vector int8");
   }
   nb::gil_scoped_release release;
   return rate(threads, seconds, [&](int) { return kernels.multiply(what, 4096); });
@@ -97,7 +99,8 @@ void bind_limits(nb::module_& m) {
         nb::arg("seconds"), "Bytes a second that threads read, each its part of one buffer again and again.");
   m.def("measure_multiply", &measure_multiply, nb::arg("isa"), nb::kw_only(), nb::arg("threads"),
         nb::arg("kind"), nb::arg("seconds"),
-        "Multiply-accumulates a second of threads that only multiply: int8, bf16 or float32.");
+        "Multiply-accumulates a second of threads that only multiply: int8, bf16, float32, or int8 in vector "
+        "registers.");
 }
 
 }  // namespace headrace

@@ -242,7 +242,7 @@ inline size_t attention_scratch_floats(int head_dim) {
   return static_cast<size_t>(kMaxQueryVectors) * (3 * static_cast<size_t>(head_dim) + 4);
 }
 
-enum class MultiplyKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat = 2 };
+enum class MultiplyKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat = 2, kVectorInt8 = 3 };
 
 struct Kernels {
   const char* name;

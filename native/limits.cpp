@@ -47,7 +47,7 @@ int64_t multiply(MultiplyKind kind, int64_t rounds) {
   Vec sums[kSums];
   HR_UNROLL for (int i = 0; i < kSums; ++i) sums[i] = zero();
   int64_t lanes = 16;
-  if (kind == MultiplyKind::kInt8) {
+  if (kind == MultiplyKind::kInt8 || kind == MultiplyKind::kVectorInt8) {
     IVec dots[kSums];
     HR_UNROLL for (int i = 0; i < kSums; ++i) dots[i] = izero();
     for (int64_t round = 0; round < rounds; ++round) {

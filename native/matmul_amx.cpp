@@ -152,26 +152,26 @@ HR_INLINE void multiply_steps(const RowBlock& block, int k, const uint8_t* codes
   };
   int s = 0;
   for (; s + 2 <= count; s += 2) {  // two sets of registers in turn
-    _tile_zero(0);
-    _tile_loadd(2, q + s * F::kInputs, stride);
-    _tile_loadd(4, codes_at(s), 64);
-    _tile_dpbsud(0, 2, 4);
-    _tile_zero(1);
-    _tile_loadd(3, q + (s + 1) * F::kInputs, stride);
-    _tile_loadd(5, codes_at(s + 1), 64);
-    _tile_dpbsud(1, 3, 5);
+    zero_tile<0>();
+    load_tile<2>(q + s * F::kInputs, stride);
+    load_tile<4>(codes_at(s), 64);
+    add_s8_u8<0, 2, 4>();
+    zero_tile<1>();
+    load_tile<3>(q + (s + 1) * F::kInputs, stride);
+    load_tile<5>(codes_at(s + 1), 64);
+    add_s8_u8<1, 3, 5>();
     ask(s);
     ask(s + 1);
-    _tile_stored(0, dots[s], 64);
-    _tile_stored(1, dots[s + 1], 64);
+    store_tile<0>(dots[s], 64);
+    store_tile<1>(dots[s + 1], 64);
   }
   if (s < count) {
-    _tile_zero(0);
-    _tile_loadd(2, q + s * F::kInputs, stride);
-    _tile_loadd(4, codes_at(s), 64);
-    _tile_dpbsud(0, 2, 4);
+    zero_tile<0>();
+    load_tile<2>(q + s * F::kInputs, stride);
+    load_tile<4>(codes_at(s), 64);
+    add_s8_u8<0, 2, 4>();
     ask(s);
-    _tile_stored(0, dots[s], 64);
+    store_tile<0>(dots[s], 64);
   }
   for (s = 0; s < count; ++s) {
     if (const uint32_t wide = block.wide[(first + s) / F::kParts])

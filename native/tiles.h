@@ -2,13 +2,40 @@
 // from Tiles' construction to its end; the shapes are fixed in between.
 #pragma once
 
-#include <immintrin.h>
-
+#include <cstddef>
 #include <cstdint>
+
+#include "simd.h"
 
 namespace headrace {
 namespace HR_ISA {
 namespace {
+
+// The compiler's own functions for these do not tell it which memory they read, so it may leave out what was
+// stored there for them.
+template <int To>
+HR_INLINE void zero_tile() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(To));
+}
+// Rows from p on, `stride` bytes apart.
+template <int To>
+HR_INLINE void load_tile(const void* p, size_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(To) : "memory");
+}
+template <int From>
+HR_INLINE void store_tile(void* p, size_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(From) : "memory");
+}
+// To[m][n] += sum over k of X[m][k] * W[k / 4][n][k % 4]: signed bytes times unsigned ones.
+template <int To, int X, int W>
+HR_INLINE void add_s8_u8() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(To), "i"(X), "i"(W));
+}
+// To[m][n] += sum over k of X[m][k] * W[k / 2][n][k % 2], of bf16.
+template <int To, int X, int W>
+HR_INLINE void add_bf16() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(To), "i"(X), "i"(W));
+}
 
 struct TileShape {
   int rows, bytes;  // of a row
@@ -23,9 +50,9 @@ class Tiles {
       config.rows[i] = static_cast<uint8_t>(shapes[i].rows);
       config.row_bytes[i] = static_cast<uint16_t>(shapes[i].bytes);
     }
-    _tile_loadconfig(&config);
+    asm volatile("ldtilecfg %0" ::"m"(config));
   }
-  ~Tiles() { _tile_release(); }
+  ~Tiles() { asm volatile("tilerelease" ::: "memory"); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 

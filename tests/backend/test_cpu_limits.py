@@ -20,10 +20,11 @@ def test_every_path_is_measured(isa: str) -> None:
     assert all(1e8 < rate < 1e13 for rate in limits.read_bytes_per_s.values())
     for rate in (limits.int8_macs_per_s, limits.bf16_macs_per_s, limits.float32_macs_per_s):
         assert 1e8 < rate < 1e13
+    assert limits.int8_macs_per_s > limits.vector_int8_macs_per_s / 2 > 1e8
 
 
 def test_read_follows_the_size() -> None:
-    limits = Limits("x", 2, {100: 50.0, 10_000: 10.0}, 1.0, 1.0, 1.0)
+    limits = Limits("x", 2, {100: 50.0, 10_000: 10.0}, 1.0, 1.0, 1.0, 1.0)
     assert limits.read(1) == 50.0
     assert limits.read(1000) == pytest.approx(30.0)  # halfway, along the logarithm
     assert limits.read(10**9) == 10.0

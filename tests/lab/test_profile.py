@@ -56,7 +56,7 @@ def test_bytes_and_products_are_those_of_the_shapes() -> None:
 
 
 def test_the_limit_is_the_slower_of_reading_and_multiplying() -> None:
-    limits = Limits("x", 1, {1000: 100.0}, 10.0, 20.0, 5.0)
+    limits = Limits("x", 1, {1000: 100.0}, 10.0, 20.0, 5.0, 10.0)
     assert least_seconds(OpProfile("matmul", "int8", 9.0, 200, 10), limits, 1000) == 2.0
     assert least_seconds(OpProfile("attention", "bf16", 9.0, 200, 100), limits, 1000) == 5.0
     assert least_seconds(OpProfile("norm", "", 9.0), limits, 1000) == 0.0

@@ -215,7 +215,7 @@ def test_a_latency_is_what_plan_predicts_of_this_machines_limits() -> None:
     config = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536}
     config |= {"num_hidden_layers": 6, "num_attention_heads": 8, "max_position_embeddings": 1024}
     architecture = architecture_from_hf(config)
-    limits = Limits("avx2", 2, {2**20: 1e11, 2**30: 1e10}, 1e12, 1e12, 1e12)
+    limits = Limits("avx2", 2, {2**20: 1e11, 2**30: 1e10}, 1e12, 1e12, 1e12, 1e12)
     step = SearchStep.model_validate({"step": "search", "latency": 0.7})
     budget = budget_of(step, architecture, 2, limits)
     whole = budget.cost(architecture)

@@ -16,7 +16,8 @@ class Limits:
     """The ceilings of ``threads`` threads on the kernel path ``isa``.
 
     ``read_bytes_per_s``: by the size in bytes of the buffer that all threads read together, ascending.
-    ``*_macs_per_s``: multiply-accumulates a second, from registers and the first-level cache.
+    ``*_macs_per_s``: multiply-accumulates a second, from registers and the first-level cache; int8 and bf16 in
+    matrix registers where the path has them, and int8 in vector registers.
     """
 
     isa: str
@@ -25,6 +26,7 @@ class Limits:
     int8_macs_per_s: float
     bf16_macs_per_s: float
     float32_macs_per_s: float
+    vector_int8_macs_per_s: float
 
     def read(self, size_bytes: float) -> float:
         """Bytes a second at which a working set of ``size_bytes`` is read again and again.
@@ -48,7 +50,7 @@ def measure_limits(
     Raises ValueError for a path that this CPU does not have, and for nonsensical threads or sizes.
     """
     isa = isa or _native.supported_isas()[0]
-    part = seconds / (3 + len(read_sizes)) / 1.25  # a quarter of each part warms up
+    part = seconds / (4 + len(read_sizes)) / 1.25  # a quarter of each part warms up
 
     def multiply(kind: str) -> float:
         return float(_native.measure_multiply(isa, threads=threads, kind=kind, seconds=part))
@@ -63,4 +65,5 @@ def measure_limits(
         int8_macs_per_s=multiply("int8"),
         bf16_macs_per_s=multiply("bf16"),
         float32_macs_per_s=multiply("float32"),
+        vector_int8_macs_per_s=multiply("vector int8"),
     )

@@ -29,5 +29,5 @@ def measure_hardware(path: Path, weight_bytes: int, threads: int, seconds: float
         weight_bytes=weight_bytes,
         macs_per_token=macs,
         read_bytes_s=limits.read(weight_bytes),
-        int8_macs_s=limits.int8_macs_per_s,
+        int8_macs_s=limits.vector_int8_macs_per_s,
     )

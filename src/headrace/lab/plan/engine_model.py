@@ -3,7 +3,7 @@
 A matrix costs the larger of streaming its packed bytes and of the vector instructions that multiply it;
 attention likewise with its KV; what works row by row costs instructions alone. Instructions are counted from
 the kernels' source (native/*.cpp) in units of one dot product of 64 bytes, whose rate the machine's measured
-int8 ceiling gives. The counts and the four constants that no count gives are :class:`EngineFactors`.
+ceiling of int8 in vector registers gives. The counts and the four constants that no count gives are :class:`EngineFactors`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _ROW_BLOCK = 96  # rows for which a matrix streams past once (native/program.cpp
 _FEW_UNITS = 8  # of attention for each thread: with more, contexts are not split (native/program.cpp)
 _PARTITION = 512  # positions of a piece of a context that is split
 _QUERY_VECTORS = 16  # rows x heads of one attention unit (native/kernels.h)
+_AMX_ROWS = 16  # of a product of matrices, and of outputs
+_AMX_FEWEST = 8  # rows that are multiplied so (native/matmul_amx.cpp)
 
 
 class EngineModel:
@@ -40,6 +42,7 @@ class EngineModel:
         self._program = [{name: row[name] for name in row.dtype.names} for row in program]
         self._vocabulary = max(int(row["i0"]) for row in program if row["logit_rows"])
         self._rows_together = 12 if limits.isa.startswith("avx512") else 4
+        self._amx = limits.isa == "avx512_amx"
 
     def decode_step_s(self, sequences: float, context: float) -> float:
         """One token for each of ``sequences``, at ``context`` tokens each."""
@@ -78,7 +81,7 @@ class EngineModel:
 
     def _dot_s(self) -> float:
         """One byte dot product of one thread."""
-        return _DOT_MACS * self.limits.threads / self.limits.int8_macs_per_s
+        return _DOT_MACS * self.limits.threads / self.limits.vector_int8_macs_per_s
 
     def _read_s(self, size: float) -> float:
         """Bytes that come from where the whole of weights comes from."""
@@ -99,9 +102,12 @@ class EngineModel:
         scaled = _GROUP // (form.group or _GROUP)  # scales of a tile's inputs: groups of 16 are scaled twice
         each = dots * (1 + self.factors.wide_share.value) + scaled * self.factors.group_slots.value
         chain = self.factors.chain_slots.value
-        slots = sum(
+        blocks, few = divmod(rows, _AMX_ROWS) if self._amx else (0, rows)
+        if self._amx and few >= _AMX_FEWEST:
+            blocks, few = blocks + 1, 0
+        slots = blocks * scaled * self.factors.amx_group_slots.value + sum(
             passes * max(unpack.value + together * each, chain)
-            for together, passes in _passes(rows, self._rows_together)
+            for together, passes in _passes(few, self._rows_together)
         )
         return max(read, tiles * (k / _GROUP) * slots * self._dot_s() / self.limits.threads)
 
@@ -110,17 +116,23 @@ class EngineModel:
         window = int(row["window"])
         rows_of_unit = max(1, _QUERY_VECTORS // (heads // kv_heads))
         units = kept = 0
-        seen = 0.0
+        seen = seen_by_units = 0.0
         for first, tokens in sequences:
             last = first + tokens
             positions = (first + 1 + last) / 2  # tokens that a row sees, on average
-            seen += tokens * (min(positions, window) if window else positions)
+            sees = min(positions, window) if window else positions
+            seen += tokens * sees
+            seen_by_units += ceil(tokens / rows_of_unit) * kv_heads * sees
             kept += min(last, window) if window else last
             units += ceil(tokens / rows_of_unit) * kv_heads
-        pair_s = _PAIR_MACS * self.limits.threads / self.limits.bf16_macs_per_s
         # sixteen slots of KV: head_dim / 2 pairs for their scores and as many for their values, and a softmax
         blocks = heads * seen / LANES
-        work = blocks * (head_dim * pair_s + self.factors.softmax_slots.value * self._dot_s())
+        work = blocks * self.factors.softmax_slots.value * self._dot_s()
+        if self._amx and head_dim % LANES == 0 and heads // kv_heads <= _QUERY_VECTORS:
+            products = seen_by_units / LANES * (ceil(head_dim / 32) + head_dim // 16)
+            work += products * self.factors.amx_product_slots.value * self._dot_s()
+        else:
+            work += blocks * head_dim * _PAIR_MACS * self.limits.threads / self.limits.bf16_macs_per_s
         read = self._read_s(kept * kv_layer_bytes(kv_heads, head_dim, "auto") / BLOCK_SIZE)
         read /= self.factors.kv_bandwidth.value
         # units are claimed whole: three of them take two threads as long as four; few are cut into partitions

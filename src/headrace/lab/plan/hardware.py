@@ -59,6 +59,8 @@ class EngineFactors(_Strict):
     unpack8_slots: Factor
     group_slots: Factor
     chain_slots: Factor
+    amx_group_slots: Factor
+    amx_product_slots: Factor
     wide_share: Factor
     dense_slots: Factor
     softmax_slots: Factor

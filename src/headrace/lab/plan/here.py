@@ -117,6 +117,7 @@ def _median(rounds: Sequence[Limits]) -> Limits:
         int8_macs_per_s=median(each.int8_macs_per_s for each in rounds),
         bf16_macs_per_s=median(each.bf16_macs_per_s for each in rounds),
         float32_macs_per_s=median(each.float32_macs_per_s for each in rounds),
+        vector_int8_macs_per_s=median(each.vector_int8_macs_per_s for each in rounds),
     )
 
 
