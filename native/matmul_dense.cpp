@@ -1,8 +1,6 @@
 // Matrices of numbers: float32 times float32; bf16 and float8 times bf16 where the path multiplies that, or
 // times float32.
-#include <type_traits>
-
-#include "matmul.h"
+#include "matmul_dense.h"
 
 namespace headrace {
 namespace HR_ISA {
@@ -44,41 +42,6 @@ void float_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_beg
   for (; tile < tile_end; ++tile) float_tiles<1>(a, tile, row_begin, row_end);
 }
 
-// Rows as dot_pairs takes them, the next one `stride` further on.
-struct Rows {
-  const Factor* first;
-  size_t stride;
-};
-
-// They are the input itself, or made of it in `scratch`.
-HR_INLINE Rows rows_of(const MatmulArgs& a, int row_begin, int row_end, Factor* scratch) {
-  const uint8_t* input = a.input + static_cast<size_t>(row_begin) * a.input_stride;
-  if constexpr (std::is_same_v<Factor, float>) {
-    if (a.k % 2 == 0) return {reinterpret_cast<const Factor*>(input), a.input_stride / sizeof(float)};
-  }
-  const size_t stride = static_cast<size_t>(a.k + 15) / 16 * 16;
-  for (int row = row_begin; row < row_end; ++row, input += a.input_stride) {
-    const float* x = reinterpret_cast<const float*>(input);
-    Factor* out = scratch + static_cast<size_t>(row - row_begin) * stride;
-    int i = 0;
-    for (; i + 16 <= a.k; i += 16) store_factors(out + i, load(x + i));
-    if (i < a.k) {
-      float tail[16] = {};
-      std::memcpy(tail, x + i, static_cast<size_t>(a.k - i) * sizeof(float));
-      store_factors(out + i, load(tail));
-    }
-  }
-  return {scratch, stride};
-}
-
-// Weights of inputs k and k + 1. Of float8 the second one may not be there: its factor is zero, but what lies
-// there could be NaN.
-template <bool Float8>
-HR_INLINE Pairs pairs_at(const uint8_t* w, int k, int inputs) {
-  if constexpr (!Float8) return load_pairs(reinterpret_cast<const uint16_t*>(w) + 16 * k);
-  return join_pairs(load_f8(w + 16 * k), k + 1 < inputs ? load_f8(w + 16 * k + 16) : zero());
-}
-
 // MR rows against NT tile rows, which lie tile_stride apart from w on.
 template <bool Float8, int MR, int NT>
 __attribute__((noinline)) void pair_rows(const MatmulArgs& a, const uint8_t* w, size_t tile_stride, Rows x,
@@ -93,8 +56,7 @@ __attribute__((noinline)) void pair_rows(const MatmulArgs& a, const uint8_t* w, 
   }
   HR_UNROLL for (int t = 0; t < NT; ++t) {
     if (a.format.kind == WeightFormat::kF8) {
-      const uint8_t* end = a.weights + static_cast<size_t>(tile + t + 1) * a.format.row_bytes(a.k);
-      const Vec scale = load(reinterpret_cast<const float*>(end) - 16);
+      const Vec scale = float8_scale(a, tile + t);
       HR_UNROLL for (int r = 0; r < MR; ++r) acc[r][t] = mul(acc[r][t], scale);
     }
     HR_UNROLL for (int r = 0; r < MR; ++r) finish(a, acc[r][t], row + r, tile + t);
@@ -137,7 +99,7 @@ HR_INLINE void pass_rows(const MatmulArgs& a, const uint8_t* w, size_t tile_stri
 
 template <bool Float8>
 void pair_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begin, int row_end) {
-  const size_t tile_stride = a.format.row_bytes(a.k), wide_stride = static_cast<size_t>(a.k + 1) / 2 * 64;
+  const size_t tile_stride = a.format.row_bytes(a.k), wide_stride = pair_row_bytes(a.k);
   const Rows x = rows_of(a, row_begin, row_end, reinterpret_cast<Factor*>(a.scratch));
   uint16_t* wide = reinterpret_cast<uint16_t*>(a.scratch + matmul_row_floats(a.k));
   for (int run = tile_begin; run < tile_end; run += kRun) {
@@ -147,9 +109,7 @@ void pair_matmul(const MatmulArgs& a, int tile_begin, int tile_end, int row_begi
       pass_rows<Float8>(a, w, tile_stride, x, run, run_end, row_begin, row_end);
       continue;
     }
-    for (int t = 0; t < run_end - run; ++t)
-      for (int k = 0; k < a.k; k += 2)
-        store_pairs(wide + (t * wide_stride / 2 + 16 * k), pairs_at<Float8>(w + t * tile_stride, k, a.k));
+    widen_float8(a, run, run_end, wide);
     pass_rows<false>(a, reinterpret_cast<const uint8_t*>(wide), wide_stride, x, run, run_end, row_begin,
                      row_end);
   }

@@ -13,6 +13,7 @@ from headrace.backend.batch import Float32
 from headrace.backend.cpu.packing import F32
 from headrace.model.quant_tensor import QuantTensor
 from tests.backend.cpu_kernels import (
+    FORMATS,
     KINDS,
     WIDE,
     Matrix,
@@ -94,6 +95,19 @@ def test_bits_are_those_of_one_row_however_many_stretches_and_rows(isa: str, kin
         for row in (0, 46, 47, 48, 49, 95, 96, 100):
             alone = matrix.times(x[row : row + 1], isa, before[row : row + 1])
             np.testing.assert_array_equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_in_blocks_of_sixteen(isa: str, kind: str) -> None:
+    """Matrix registers take sixteen rows, or eight and more of them; the others' bits are those of one row."""
+    matrix = Matrix.of(random_tensor(kind, 40, 352, 8))
+    x = np.random.default_rng(9).standard_normal((61, 352)).astype(np.float32)
+    x[::3, 40] *= 40
+    together = matrix.times(x, isa)
+    alone = np.concatenate([matrix.times(x[row : row + 1], isa) for row in range(len(x))])
+    np.testing.assert_array_equal(together, alone)
+    if isa == "avx512_amx":  # integers are exact, and what follows is the same
+        np.testing.assert_array_equal(together, matrix.times(x, "avx512"))
 
 
 @random_shapes

@@ -95,7 +95,8 @@ class EngineModel:
         if form.dense:
             macs = tiles * LANES * k * rows
             rate = self.limits.float32_macs_per_s if form.kind == F32 else self.limits.bf16_macs_per_s
-            work = macs / rate * self.factors.dense_slots.value
+            by_amx = self._amx and form.kind != F32
+            work = macs / rate * (self.factors.amx_dense_slots if by_amx else self.factors.dense_slots).value
             return max(read, work)
         unpack = self.factors.unpack4_slots if form.kind == U4 else self.factors.unpack8_slots
         dots = _GROUP * LANES / _DOT_MACS

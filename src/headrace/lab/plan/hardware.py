@@ -61,6 +61,7 @@ class EngineFactors(_Strict):
     chain_slots: Factor
     amx_group_slots: Factor
     amx_product_slots: Factor
+    amx_dense_slots: Factor
     wide_share: Factor
     dense_slots: Factor
     softmax_slots: Factor
