@@ -99,7 +99,7 @@ def test_bits_are_those_of_one_row_however_many_stretches_and_rows(isa: str, kin
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_rows_in_blocks_of_sixteen(isa: str, kind: str) -> None:
-    """Matrix registers take sixteen rows, or eight and more of them; the others' bits are those of one row."""
+    """Matrix registers take sixteen rows, or at least eight; all bits are those of one row."""
     matrix = Matrix.of(random_tensor(kind, 40, 352, 8))
     x = np.random.default_rng(9).standard_normal((61, 352)).astype(np.float32)
     x[::3, 40] *= 40

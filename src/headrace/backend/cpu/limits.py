@@ -16,8 +16,8 @@ class Limits:
     """The ceilings of ``threads`` threads on the kernel path ``isa``.
 
     ``read_bytes_per_s``: by the size in bytes of the buffer that all threads read together, ascending.
-    ``*_macs_per_s``: multiply-accumulates a second, from registers and the first-level cache; int8 and bf16 in
-    matrix registers where the path has them, and int8 in vector registers.
+    ``*_macs_per_s``: multiply-accumulates a second, from registers and the first-level cache; int8 and bf16
+    in matrix registers where the path has them, and int8 in vector registers.
     """
 
     isa: str

@@ -3,7 +3,8 @@
 A matrix costs the larger of streaming its packed bytes and of the vector instructions that multiply it;
 attention likewise with its KV; what works row by row costs instructions alone. Instructions are counted from
 the kernels' source (native/*.cpp) in units of one dot product of 64 bytes, whose rate the machine's measured
-ceiling of int8 in vector registers gives. The counts and the four constants that no count gives are :class:`EngineFactors`.
+ceiling of int8 in vector registers gives. The counts and the constants that no count gives are
+:class:`EngineFactors`.
 """
 
 from __future__ import annotations
