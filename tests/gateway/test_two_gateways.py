@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -127,7 +128,7 @@ class Client:
 
     def ask(self, number: int) -> None:
         """One request; every other one is a stream."""
-        name = f"{self._body['model']}-{threading.get_ident()}-{number}"
+        name = f"{self._body['model']}-{uuid.uuid4()}"
         stream = bool(number % 2)
         body = self._body | {"stream": stream}
         if not stream:
