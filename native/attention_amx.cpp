@@ -176,6 +176,9 @@ struct Amx {
         continue;
       }
       soften(scores[i], weights[i], begin[i], end[i], softcap, s, first_vector + i, head_dim);
+      // what it does not see weighs nearly nothing so far
+      std::memset(weights[i], 0, static_cast<size_t>(begin[i]) * sizeof(Factor));
+      std::memset(weights[i] + end[i], 0, static_cast<size_t>(kTile - end[i]) * sizeof(Factor));
       from = begin[i] < from ? begin[i] : from;
       to = end[i] > to ? end[i] : to;
       all_from = begin[i] > all_from ? begin[i] : all_from;
