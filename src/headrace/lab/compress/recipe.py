@@ -26,10 +26,13 @@ class AwqStep(Targeted):
 
 
 class SmoothQuantStep(Targeted):
-    """Moves the range of inputs into the weights before them (SmoothQuant, arXiv 2211.10438)."""
+    """Moves the range of inputs into the weights that they meet (SmoothQuant, arXiv 2211.10438).
+
+    ``alpha``: how much of it; by default what is found best for each input by a search.
+    """
 
     step: Literal["smoothquant"]
-    alpha: float = Field(default=0.5, ge=0, le=1)
+    alpha: float | None = Field(default=None, ge=0, le=1)
 
 
 class RoundStep(Targeted):
