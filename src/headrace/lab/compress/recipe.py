@@ -210,7 +210,7 @@ _BUILT_IN: dict[str, list[dict[str, Any]]] = {
     "awq-int4": [_AWQ, _FITTED | {"symmetric": False}],
     "gptq-int4": [_FITTED | _GPTQ],
     "gptq-int8": [_FITTED | _GPTQ | {"bits": 8, "symmetric": True}],
-    "smoothquant-w8a8": [{"step": "smoothquant"}, _W8A8],
+    "smoothquant-w8a8": [{"step": "smoothquant"}, _W8A8 | {"method": "gptq"}],
     "fp8": [_W8A8 | {"kind": "float8"}],
     "mixed-int4-int8": [_FITTED | _GPTQ | {"average_bits": 5.0}],
 }

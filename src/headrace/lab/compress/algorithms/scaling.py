@@ -72,8 +72,7 @@ def searched_smoothquant_scale(
 ) -> torch.Tensor:
     """SmoothQuant's scale with the ``alpha`` by which outputs lose least when inputs and weights are rounded.
 
-    Alphas of 0, 0.05 … 1 are tried on the rows that were kept. What is compared is the share of each weight's
-    output energy that is lost, summed over the weights.
+    Alphas of 0, 0.05 … 1 are tried on the rows that were kept; the cost is the squared error of the outputs.
     """
     x = torch.cat(inputs.kept)
     wanted = [x @ weight.T for weight in weights]
@@ -84,7 +83,7 @@ def searched_smoothquant_scale(
         for weight, scheme, outputs in zip(weights, schemes, wanted, strict=True):
             rounded = round_to_nearest(weight * scale, scheme)[1]
             lost = rounded_inputs(x / scale, scheme) @ rounded.T - outputs
-            cost += float(lost.square().sum() / outputs.square().sum().clamp(min=_TINY))
+            cost += float(lost.square().sum(dtype=torch.float64))
         if cost < least:
             best, least = scale, cost
     return best
