@@ -16,10 +16,12 @@ from headrace.lab.compress.algorithms.scaling import (
     apply_scale,
     awq_scale,
     clipped,
+    rounded_inputs,
+    searched_smoothquant_scale,
     smoothquant_scale,
 )
 from headrace.lab.compress.algorithms.statistics import Inputs
-from headrace.lab.compress.quantized import QuantizedLinear, Scheme
+from headrace.lab.compress.quantized import Kind, QuantizedLinear, Scheme
 from headrace.model.architecture import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
 
 OUT, IN, ROWS = 48, 256, 700
@@ -216,6 +218,45 @@ def test_smoothquant_divides_ranges_and_changes_nothing() -> None:
         weights["feed_forward_norm.weight"], weights["feed_forward_norm.weight"].bfloat16().float()
     )
     torch.testing.assert_close(seen.largest, (x * weights["feed_forward_norm.weight"] / norm).abs().amax(0))
+
+
+@pytest.mark.parametrize("kind", ["int", "float8"])
+def test_the_alpha_that_is_searched_loses_least(kind: Kind) -> None:
+    weight, x, _ = layer_and_inputs()
+    seen = Inputs.of_width(IN, stride=1)
+    seen.add(x)
+    scheme = Scheme(8, None, symmetric=True, kind=kind, input_activations="dynamic-token")
+    found = searched_smoothquant_scale([weight], [scheme], seen, layer=LAYER, site="feed_forward_norm")
+
+    def lost(scale: torch.Tensor) -> float:
+        rounded = round_to_nearest(weight * scale, scheme)[1]
+        inputs = x / scale
+        step = inputs.abs().amax(1, keepdim=True) / (127 if kind == "int" else 448)
+        codes = (inputs / step).round() if kind == "int" else (inputs / step).to(torch.float8_e4m3fn).float()
+        return float((codes * step @ rounded.T - x @ weight.T).square().sum())
+
+    tried = [
+        smoothquant_scale([weight], seen, alpha=step / 20, layer=LAYER, site="feed_forward_norm")
+        for step in range(21)
+    ]
+    assert lost(found) == pytest.approx(min(map(lost, tried)), rel=1e-4)
+    assert any(torch.equal(found, one) for one in tried)
+
+
+def test_a_row_of_zeros_is_rounded_to_zeros() -> None:
+    scheme = Scheme(8, None, symmetric=True, input_activations="dynamic-token")
+    x = torch.tensor([[0.0, 0.0], [127.0, 0.6]])
+    assert torch.equal(rounded_inputs(x, scheme), torch.tensor([[0.0, 0.0], [127.0, 1.0]]))
+
+
+def test_the_rows_that_are_kept_do_not_depend_on_how_they_come() -> None:
+    _, x, _ = layer_and_inputs()
+    seen = Inputs.of_width(IN, stride=7)
+    for rows in x.split([1, 5, 94, 300, 300]):
+        seen.add(rows)
+    assert torch.equal(torch.cat(seen.kept), x[::7])
+    seen.divide(torch.full([IN], 2.0))
+    assert torch.equal(torch.cat(seen.kept), x[::7] / 2)
 
 
 def test_heads_that_share_values_share_scales() -> None:

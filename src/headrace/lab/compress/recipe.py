@@ -26,10 +26,13 @@ class AwqStep(Targeted):
 
 
 class SmoothQuantStep(Targeted):
-    """Moves the range of inputs into the weights before them (SmoothQuant, arXiv 2211.10438)."""
+    """Moves the range of inputs into the weights that they meet (SmoothQuant, arXiv 2211.10438).
+
+    ``alpha``: how much of it; by default what is found best for each input by a search.
+    """
 
     step: Literal["smoothquant"]
-    alpha: float = Field(default=0.5, ge=0, le=1)
+    alpha: float | None = Field(default=None, ge=0, le=1)
 
 
 class RoundStep(Targeted):
@@ -207,7 +210,7 @@ _BUILT_IN: dict[str, list[dict[str, Any]]] = {
     "awq-int4": [_AWQ, _FITTED | {"symmetric": False}],
     "gptq-int4": [_FITTED | _GPTQ],
     "gptq-int8": [_FITTED | _GPTQ | {"bits": 8, "symmetric": True}],
-    "smoothquant-w8a8": [{"step": "smoothquant"}, _W8A8],
+    "smoothquant-w8a8": [{"step": "smoothquant"}, _W8A8 | {"method": "gptq"}],
     "fp8": [_W8A8 | {"kind": "float8"}],
     "mixed-int4-int8": [_FITTED | _GPTQ | {"average_bits": 5.0}],
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.lab.compress.algorithms.pipeline import SENSITIVITY_TOKENS
+from headrace.lab.compress.algorithms.pipeline import SEARCH_ROWS, SENSITIVITY_TOKENS
 from headrace.lab.compress.plan import Plan
 from headrace.lab.compress.recipe import Recipe
 from headrace.model.architecture import Architecture
@@ -87,6 +87,8 @@ def _of_layers(architecture: Architecture, recipe: Recipe, plan: Plan, tokens: i
                 rows, width = shapes[prefix + name]
                 if one.awq and recipe.awq is not None:
                     operations += recipe.awq.grid * (2 * rows * width**2 + _ELEMENTWISE * rows * width)
+                if one.smoothquant and recipe.smoothquant is not None and recipe.smoothquant.alpha is None:
+                    operations += 20 * (2 * rows * width * SEARCH_ROWS + _ELEMENTWISE * rows * width)
                 if one.method == "gptq":
                     operations += 2 * rows * width**2 + 3 * width**3
             for name, pruning in prunings.items():

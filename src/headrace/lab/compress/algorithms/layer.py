@@ -20,6 +20,7 @@ from headrace.lab.compress.algorithms.scaling import (
     awq_scale,
     clipped,
     output_error,
+    searched_smoothquant_scale,
     smoothquant_scale,
 )
 from headrace.lab.compress.algorithms.statistics import SITES, Inputs, LayerInputs
@@ -115,14 +116,17 @@ def _scale(
             if not names:
                 continue
             matrices, seen = [weights[name] for name in names], inputs.sites[site]
+            schemes = [treatments[name].scheme for name in names]
             if kind == "awq":
                 assert recipe.awq is not None
-                schemes = [treatments[name].scheme for name in names]
                 scale = awq_scale(matrices, schemes, seen, grid=recipe.awq.grid, layer=layer, site=site)
             else:
                 assert recipe.smoothquant is not None
                 alpha = recipe.smoothquant.alpha
-                scale = smoothquant_scale(matrices, seen, alpha=alpha, layer=layer, site=site)
+                if alpha is None:
+                    scale = searched_smoothquant_scale(matrices, schemes, seen, layer=layer, site=site)
+                else:
+                    scale = smoothquant_scale(matrices, seen, alpha=alpha, layer=layer, site=site)
             changed.update(apply_scale(weights, site, scale, seen, layer))
     return changed
 

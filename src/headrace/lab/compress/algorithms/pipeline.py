@@ -23,6 +23,8 @@ from headrace.model.store import Progress
 
 SENSITIVITY_TOKENS = 1024
 """Of the calibration, that tell which layers suffer most; every variant of the model reads them."""
+SEARCH_ROWS = 512
+"""Of each input, about, on which SmoothQuant's alpha is searched for."""
 
 
 def run(
@@ -110,7 +112,8 @@ def _layer(
             require_finite(prefix + name, tensor)
     inputs, after = None, None
     if stream is not None:
-        inputs = LayerInputs()
+        searched = recipe.smoothquant is not None and recipe.smoothquant.alpha is None
+        inputs = LayerInputs(max(1, rows.count // SEARCH_ROWS) if searched else 0)
         after = run_layer(architecture, index, weights, stream, rows, inputs.see)
     result = compress_layer(weights, inputs, architecture.layers[index], mine, pruned, recipe)
     reach = CacheReach() if recipe.kv_cache else None

@@ -8,7 +8,7 @@ import torch
 
 from headrace.lab.compress.algorithms.rounding import Grid, grid_of, round_to_nearest, split_groups
 from headrace.lab.compress.algorithms.statistics import SITES, Inputs
-from headrace.lab.compress.quantized import Scheme
+from headrace.lab.compress.quantized import FLOAT8_MAX, Scheme
 from headrace.model.architecture import LayerSpec
 
 Weights = dict[str, torch.Tensor]
@@ -16,6 +16,7 @@ Weights = dict[str, torch.Tensor]
 
 _SMALLEST = 1e-4  # of AWQ's scales before they are normalised: channels that saw next to nothing
 _TINY = 1e-5
+_ALPHAS = 20  # of SmoothQuant that are tried, beside 0
 
 
 def awq_scale(
@@ -59,6 +60,44 @@ def smoothquant_scale(
     heaviest = _shared(heaviest, layer, site, largest=True).clamp(min=_TINY)
     scale = (reach.pow(alpha) / heaviest.pow(1 - alpha)).clamp(min=_TINY)
     return torch.where(reach > 0, scale, torch.ones_like(scale))
+
+
+def searched_smoothquant_scale(
+    weights: Sequence[torch.Tensor],
+    schemes: Sequence[Scheme],
+    inputs: Inputs,
+    *,
+    layer: LayerSpec,
+    site: str,
+) -> torch.Tensor:
+    """SmoothQuant's scale with the ``alpha`` by which outputs lose least when inputs and weights are rounded.
+
+    Alphas of 0, 0.05 … 1 are tried on the rows that were kept; the cost is the squared error of the outputs.
+    """
+    x = torch.cat(inputs.kept)
+    wanted = [x @ weight.T for weight in weights]
+    best, least = torch.ones_like(inputs.largest), float("inf")
+    for step in range(_ALPHAS + 1):
+        scale = smoothquant_scale(weights, inputs, alpha=step / _ALPHAS, layer=layer, site=site)
+        cost = 0.0
+        for weight, scheme, outputs in zip(weights, schemes, wanted, strict=True):
+            rounded = round_to_nearest(weight * scale, scheme)[1]
+            lost = rounded_inputs(x / scale, scheme) @ rounded.T - outputs
+            cost += float(lost.square().sum(dtype=torch.float64))
+        if cost < least:
+            best, least = scale, cost
+    return best
+
+
+def rounded_inputs(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Inputs ``[rows, in]`` as the scheme has them rounded: with one scale for each row, or not at all."""
+    if scheme.input_activations is None:
+        return x
+    top = FLOAT8_MAX if scheme.kind == "float8" else 127.0
+    scale = x.abs().amax(-1, keepdim=True) / top
+    codes = x / torch.where(scale > 0, scale, torch.ones_like(scale))
+    codes = codes.to(torch.float8_e4m3fn).float() if scheme.kind == "float8" else codes.round_()
+    return codes * scale
 
 
 def apply_scale(

@@ -1,4 +1,4 @@
-"""What is kept of the inputs of a layer's linear weights: sums in float32, never the inputs themselves."""
+"""What is kept of the inputs of a layer's linear weights: sums in float32, and by choice a few rows."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ KEYS, VALUES = "attention.keys", "attention.values"
 @dataclass(slots=True)
 class Inputs:
     """Of one input ``[rows, in]``: how many rows, ``gram = x.T @ x``, and of each channel the sum of absolute
-    values and the largest."""
+    values and the largest; every ``stride``-th row itself, if it is not 0."""
 
     rows: int
     gram: torch.Tensor
     total: torch.Tensor
     largest: torch.Tensor
+    stride: int = 0
+    kept: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
-    def of_width(cls, width: int) -> Inputs:
+    def of_width(cls, width: int, stride: int = 0) -> Inputs:
         """Nothing seen yet."""
-        return cls(0, torch.zeros(width, width), torch.zeros(width), torch.zeros(width))
+        return cls(0, torch.zeros(width, width), torch.zeros(width), torch.zeros(width), stride)
 
     def add(self, x: torch.Tensor) -> None:
         """Take rows in."""
         size = x.abs()
+        if self.stride:
+            self.kept.append(x[-self.rows % self.stride :: self.stride].clone())
         self.rows += len(x)
         self.gram.addmm_(x.T, x)
         self.total += size.sum(0)
@@ -54,12 +58,16 @@ class Inputs:
         self.gram /= scale[:, None] * scale
         self.total /= scale
         self.largest /= scale
+        self.kept = [rows / scale for rows in self.kept]
 
 
 @dataclass(slots=True)
 class LayerInputs:
-    """The inputs of a layer's sites; :meth:`see` is told what goes into each linear weight."""
+    """The inputs of a layer's sites; :meth:`see` is told what goes into each linear weight.
 
+    ``stride``: of :class:`Inputs`."""
+
+    stride: int = 0
     sites: dict[str, Inputs] = field(default_factory=dict)
 
     def see(self, name: str, x: torch.Tensor) -> None:
@@ -68,7 +76,7 @@ class LayerInputs:
         for site, members in SITES.items():
             if part == members[0]:
                 if site not in self.sites:
-                    self.sites[site] = Inputs.of_width(x.shape[1])
+                    self.sites[site] = Inputs.of_width(x.shape[1], self.stride)
                 self.sites[site].add(x)
 
 

@@ -140,18 +140,23 @@ def store(
 ) -> None:
     """Write the teacher's likeliest tokens of all its sequences into the folder ``draft``, row by row:
     ``ids`` int32 and ``log_probs`` float32, ``[rows, k]``. ``advance`` is told of sequences done, and all."""
-    ids, log_probs = [], []
+    assert teacher.top_k is not None
+    shape = sum(map(len, teacher.sequences)), teacher.top_k
+    # Whole from the start: small arrays that stay, made between logits that go, keep the memory of all these.
+    ids, log_probs = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    row = 0
     for number in range(len(teacher.sequences)):
         advance(number, len(teacher.sequences))
         targets = teacher.targets([number])
         for start in range(0, len(teacher.sequences[number]), 128):
             found = targets.rows(start, min(start + 128, len(teacher.sequences[number])))
             assert found.ids is not None
-            ids.append(found.ids.numpy().astype(np.int32))
-            log_probs.append(found.log_probs.numpy())
+            some = slice(row, row + len(found.ids))
+            ids[some], log_probs[some] = found.ids.numpy(), found.log_probs.numpy()
+            row = some.stop
     with Shards(draft, 2, shard_bytes=1 << 62) as shards:
-        shards.add("ids", np.concatenate(ids))
-        shards.add("log_probs", np.concatenate(log_probs))
+        shards.add("ids", ids)
+        shards.add("log_probs", log_probs)
     (draft / _ABOUT).write_text(json.dumps(about, indent=1), "utf-8")
     advance(len(teacher.sequences), len(teacher.sequences))
 
