@@ -47,7 +47,12 @@ def _panel(axis: Any, report: Report, key: str) -> None:
         spread = [[value.median - value.low], [value.high - value.median]]
         axis.barh(place, value.median, color=colour, alpha=_SHADES[row.bits], xerr=spread, ecolor="#333a40")
         share = "" if found.share is None else f"  {found.share:.0%}"
-        axis.text(value.high, place, f"  {value.median:.3g}{share}", va="center")
+        axis.text(
+            value.high,
+            place,
+            f"  {value.median:{'.0f' if value.median >= 100 else '.3g'}}{share}",
+            va="center",
+        )
     axis.set_yticks(range(len(rows)), [row.name for row in rows])
     axis.set_title(f"{key}: {report.titles[key].split(',')[0]}", loc="left")
     axis.set_xlabel(f"{name} ({'lower' if lower_is_better(name) else 'higher'} is better)")
