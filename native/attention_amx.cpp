@@ -22,51 +22,40 @@ HR_INLINE TileShape shape_of(int tile, int vectors) {
   return tile == 5 ? TileShape{16, 64} : tile == 6 ? TileShape{vectors, 32} : TileShape{kBlockPairs, 64};
 }
 
-// The scores of 16 slots for each of NB blocks: [vectors][kTile] from scores on.
+// Adds to the scores of 1 or 4 blocks what the features from q on give; keys lie `at` bytes into their
+// blocks.
+template <int NB, int X, int W>
+HR_INLINE void add_scores(const Factor* q, size_t stride, const uint8_t* const* keys, int at) {
+  load_tile<X>(q, stride);
+  load_tile<W>(keys[0] + at, 64);
+  add_bf16<0, X, W>();
+  if constexpr (NB == 4) {
+    load_tile<W>(keys[1] + at, 64);
+    add_bf16<1, X, W>();
+    load_tile<W>(keys[2] + at, 64);
+    add_bf16<2, X, W>();
+    load_tile<W>(keys[3] + at, 64);
+    add_bf16<3, X, W>();
+  }
+}
+
+// The scores of 16 slots for each of 1 or 4 blocks: [vectors][kTile] from scores on.
 template <int NB>
 HR_INLINE void score_blocks(const Factor* q, size_t stride, const uint8_t* const* keys, int head_dim,
                             float* scores) {
+  constexpr size_t kRow = kTile * sizeof(float);
   zero_tile<0>();
-  if constexpr (NB > 1) zero_tile<1>();
-  if constexpr (NB > 2) {
+  if constexpr (NB == 4) {
+    zero_tile<1>();
     zero_tile<2>();
     zero_tile<3>();
   }
   int d = 0;
-  for (; d + 32 <= head_dim; d += 32) {
-    load_tile<4>(q + d, stride);
-    load_tile<5>(keys[0] + d * 32, 64);
-    add_bf16<0, 4, 5>();
-    if constexpr (NB > 1) {
-      load_tile<5>(keys[1] + d * 32, 64);
-      add_bf16<1, 4, 5>();
-    }
-    if constexpr (NB > 2) {
-      load_tile<5>(keys[2] + d * 32, 64);
-      add_bf16<2, 4, 5>();
-      load_tile<5>(keys[3] + d * 32, 64);
-      add_bf16<3, 4, 5>();
-    }
-  }
-  if (d < head_dim) {
-    load_tile<6>(q + d, stride);
-    load_tile<7>(keys[0] + d * 32, 64);
-    add_bf16<0, 6, 7>();
-    if constexpr (NB > 1) {
-      load_tile<7>(keys[1] + d * 32, 64);
-      add_bf16<1, 6, 7>();
-    }
-    if constexpr (NB > 2) {
-      load_tile<7>(keys[2] + d * 32, 64);
-      add_bf16<2, 6, 7>();
-      load_tile<7>(keys[3] + d * 32, 64);
-      add_bf16<3, 6, 7>();
-    }
-  }
-  constexpr size_t kRow = kTile * sizeof(float);
+  for (; d + 32 <= head_dim; d += 32) add_scores<NB, 4, 5>(q + d, stride, keys, 32 * d);
+  if (d < head_dim) add_scores<NB, 6, 7>(q + d, stride, keys, 32 * d);
   store_tile<0>(scores, kRow);
-  if constexpr (NB > 1) store_tile<1>(scores + 16, kRow);
-  if constexpr (NB > 2) {
+  if constexpr (NB == 4) {
+    store_tile<1>(scores + 16, kRow);
     store_tile<2>(scores + 32, kRow);
     store_tile<3>(scores + 48, kRow);
   }
