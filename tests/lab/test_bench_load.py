@@ -37,7 +37,8 @@ def test_times_are_those_of_the_server() -> None:
     assert stage.ttft and stage.tpot and stage.itl and stage.e2e
     best = min(stage.records, key=lambda record: record.e2e_s)  # whom a busy machine held up least
     assert best.ttft_s is not None and best.tpot_s is not None
-    assert 0.1 <= best.ttft_s < 0.16 and 0.019 <= best.tpot_s < 0.03 and 0.24 <= best.e2e_s < 0.36
+    assert 0.1 <= best.ttft_s < 0.16 and best.tpot_s < 0.03 and 0.24 <= best.e2e_s < 0.36
+    assert best.ttft_s + 7 * best.tpot_s >= 0.239  # a first token that is seen late is nearer to the others
     assert stage.ttft.p50 >= 100 and stage.tpot.p50 >= 19 and stage.e2e.p50 >= 240
     assert stage.itl.count == 10 * 7 and stage.itl.p50 >= 15
     assert stage.ttft.p50 <= stage.ttft.p90 <= stage.ttft.p95 <= stage.ttft.p99 <= stage.ttft.max * 1.01

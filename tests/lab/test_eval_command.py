@@ -172,7 +172,7 @@ def test_ctrl_c_keeps_what_is_finished(models: Path, tmp_path: Path) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "")
+    assert (process.returncode, err) == (130, ""), err
     assert "perplexity (windows)" in out
     assert list(json.loads(output.read_text())["suites"]) == ["perplexity"]
 

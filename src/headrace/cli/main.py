@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import importlib
 import os
 import sys
@@ -85,6 +86,7 @@ def _options(
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed (one line on stderr), 2 misused, 130 interrupted."""
+    sys.unraisablehook = _interrupt_again
     try:
         sys.exit(app(prog_name="headrace", standalone_mode=False))
     except options.MISUSE as error:
@@ -102,6 +104,14 @@ def main() -> None:
     except OSError as error:  # a file or folder of the user's: full, forbidden, gone
         print(f"headrace: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
+    """A Ctrl-C may come while Python runs what may not raise, as an object is freed: then once more."""
+    if lost.exc_type is KeyboardInterrupt:
+        _thread.interrupt_main()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _misused(error: Any) -> str:
