@@ -6,6 +6,7 @@ import _thread
 import importlib
 import os
 import sys
+import threading
 from typing import Annotated, Any
 
 import typer
@@ -109,7 +110,9 @@ def main() -> None:
 def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
     """A Ctrl-C may come while Python runs what may not raise, as an object is freed: then once more."""
     if lost.exc_type is KeyboardInterrupt:
-        _thread.interrupt_main()
+        later = threading.Timer(0.01, _thread.interrupt_main)  # now, it would be lost in here
+        later.daemon = True
+        later.start()
     else:
         sys.__unraisablehook__(lost)
 
