@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import importlib
 import os
+import signal
 import sys
 import threading
 from typing import Annotated, Any
@@ -110,7 +110,8 @@ def main() -> None:
 def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
     """A Ctrl-C may come while Python runs what may not raise, as an object is freed: then once more."""
     if lost.exc_type is KeyboardInterrupt:
-        later = threading.Timer(0.01, _thread.interrupt_main)  # now, it would be lost in here
+        main_thread = threading.main_thread().ident, signal.SIGINT
+        later = threading.Timer(0.01, signal.pthread_kill, main_thread)  # now, it would be lost in here
         later.daemon = True
         later.start()
     else:
