@@ -224,7 +224,11 @@ def serve(
 
 
 _EXAMPLES: dict[str, dict[str, object]] = {
-    "chat/completions": {"stream": True, "messages": [{"role": "user", "content": "Hello!"}]},
+    "chat/completions": {
+        "stream": True,
+        "max_tokens": 256,  # small models may not find an end
+        "messages": [{"role": "user", "content": "Hello!"}],
+    },
     "completions": {"stream": True, "prompt": "Once upon a time", "max_tokens": 64},
     "embeddings": {"input": "Hello!"},
 }
