@@ -1,4 +1,4 @@
-"""Whom a request asks, one after the other: everybody once, and where that was in vain, once more."""
+"""Whom a request asks, one after the other: everybody once, and where that was in vain, again."""
 
 from __future__ import annotations
 
